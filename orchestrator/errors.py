@@ -1,0 +1,143 @@
+"""Every error the package raises on purpose, as one tree.
+
+    OrchestratorError
+    ├── ConfigError            flags, TOML or environment are wrong; nothing was started       (exit 2)
+    ├── FencedError            another, newer run owns the job                                  (exit 3)
+    ├── RefusedError           restarting would not help: do not restart                        (exit 78)
+    │   ├── StateError         the state cannot be saved or restored exactly; names the path
+    │   └── GateError          what was restored is not what was saved; names the part
+    ├── StoreError             the object store did not do what was asked
+    │   ├── AlreadyExistsError the key is there already (create-if-absent lost)
+    │   ├── NotFoundError      no such key
+    │   ├── StoreFullError     no space left, or a quota is used up
+    │   └── StoreDeniedError   not readable or not writable for this user
+    ├── FormatError            bytes are not what the format says
+    │   ├── VersionError       written by a format version that this release does not know
+    │   └── DigestError        size or crc32c differ from what was committed
+    ├── ProtocolError          a peer sent what the protocol does not allow
+    └── SupervisorError        the supervisor cannot be reached, or refused the request
+
+Leaving on a notice is no failure: `Preempted` derives from SystemExit (status 75) so that a
+script's `except Exception` does not swallow it. Exit codes are in `ExitCode`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit statuses of `orchestrator run` and of attached scripts."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    FENCED = 3
+    RESUMABLE = 75
+    NEVER_RESTART = 78
+
+
+class OrchestratorError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class ConfigError(OrchestratorError):
+    """Flags, TOML file or environment are wrong. `problems` lists all of them, with field paths."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class FencedError(OrchestratorError):
+    """Another run owns this job; this one must stop and must not be requeued."""
+
+    exit_code = ExitCode.FENCED
+
+
+class RefusedError(OrchestratorError):
+    """Restarting would fail in the same way; a person has to look."""
+
+    exit_code = ExitCode.NEVER_RESTART
+
+
+class StateError(RefusedError):
+    """A part of the training state cannot be saved or restored exactly. `path` names it."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+        self.problem = problem
+
+
+class GateError(RefusedError):
+    """The restored state differs from what the checkpoint says. `parts` names what differs."""
+
+    def __init__(self, parts: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.parts = parts
+
+
+class StoreError(OrchestratorError):
+    """The object store did not do what was asked. `key` is the key or prefix concerned."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+        self.key = key
+        self.problem = problem
+
+
+class AlreadyExistsError(StoreError):
+    """Create-if-absent lost: the key is there already."""
+
+
+class NotFoundError(StoreError):
+    """There is no such key."""
+
+
+class StoreFullError(StoreError):
+    """No space is left on the store, or a quota is used up."""
+
+
+class StoreDeniedError(StoreError):
+    """The store may not be read or written by this user."""
+
+
+class FormatError(OrchestratorError):
+    """Bytes in a checkpoint are not what the format says. `key` is the object concerned."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+        self.key = key
+        self.problem = problem
+
+
+class VersionError(FormatError):
+    """Written by a format version that this release does not know."""
+
+
+class DigestError(FormatError):
+    """Size or crc32c differ from what was committed."""
+
+
+class ProtocolError(OrchestratorError):
+    """A peer sent what the protocol does not allow."""
+
+
+class SupervisorError(OrchestratorError):
+    """The supervisor cannot be reached, or refused the request."""
+
+
+class Preempted(SystemExit):
+    """Raised in attached mode once the emergency checkpoint is committed or the deadline is over."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(int(ExitCode.RESUMABLE))
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message

@@ -1,0 +1,65 @@
+"""The port to object storage: what every back end guarantees.
+
+Not here: retries (`storage/retrying`), key names (`checkpoint/format`), who may write what (design:
+only agents and the CLI's read verbs hold a store). Back ends: `memory`, `filesystem`.
+
+Guarantees that the checkpoint protocol rests on:
+
+1. `create` is atomic and exclusive: of any number of writers of one key, in any processes, exactly one
+   returns; all others raise `AlreadyExistsError`. Nobody ever sees part of an object.
+2. When `create` returns, the object survives a crash of this process and (folder, S3, GCS) of this machine.
+3. `read` of a key that was created returns exactly the created bytes until it is deleted.
+4. `entries` lists only whole objects; an unfinished write is never listed.
+5. Errors are those of `orchestrator.errors.StoreError`'s subtree, chained to what the back end raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+Piece = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One object in a listing."""
+
+    key: str
+    size_bytes: int
+
+
+class ObjectStore(Protocol):
+    """A flat key → bytes store with create-if-absent. Methods block and may be called from several threads."""
+
+    @property
+    def url(self) -> str:
+        """Where this store is, for messages; never holds a secret."""
+        ...
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        """Write the concatenation of `pieces` under `key` if, and only if, nothing is there.
+
+        Raises AlreadyExistsError, StoreFullError, StoreDeniedError, StoreError.
+        """
+        ...
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of the object; `stop=None` means to the end. Short only at the object's end.
+
+        Raises NotFoundError, StoreDeniedError, StoreError.
+        """
+        ...
+
+    def size(self, key: str) -> int:
+        """Size in bytes. Raises NotFoundError."""
+        ...
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """All whole objects whose key starts with `prefix` (any depth), in key order; empty if there is none."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; removing one that is not there is no error."""
+        ...
