@@ -1,0 +1,41 @@
+# What a person types. Needs Python 3.11 or newer and a C compiler; everything else goes into $(VENV).
+
+PYTHON ?= python3
+VENV   ?= .venv
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+CAUSES    := pyproject.toml constraints.txt
+
+.PHONY: help .venv demo test check clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    loses a machine in the middle of a small training and resumes exactly"
+	@echo "make test    all tests, with real processes"
+	@echo "make check   formatting, types, import rules and the fast tests"
+	@echo "make .venv   only install, into $(VENV)"
+	@echo "make clean   remove caches and outputs; $(VENV) stays"
+
+.venv: $(INSTALLED)
+
+$(INSTALLED): $(CAUSES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "orchestrator needs Python 3.11 or newer; make PYTHON=/path/to/python3.11 says which one to use" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: .venv
+	$(BIN)/orchestrator demo
+
+test: .venv
+	$(BIN)/python -m pytest
+
+check:
+	VENV=$(VENV) PYTHON=$(PYTHON) scripts/check
+
+clean:
+	rm -rf build dist demo-output *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find orchestrator examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+"""Generations on the store: claim, roll forward, base, end. The agent's side; blocking; no torch.
+
+Order (must): claim → roll forward → write the base → all ranks load exactly that. A claim takes exactly own + 1;
+only a starting process may claim the highest + 1, and only under the same owner id or after an end record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.catalog import Catalog, Standing, read_generations, rollback_bound, survey
+from orchestrator.checkpoint.save import commit, missing_for_commit, read_receipts
+from orchestrator.core.messages import CheckpointId, Outcome
+from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, NotFoundError, RefusedError
+from orchestrator.storage.base import ObjectStore
+
+OWN_CLAIMS_MAX = 16  # claims of our own earlier attempts that may be skipped; more means that something is wrong
+
+
+class JobOverError(RefusedError):
+    """The job has ended before; `outcome` says how."""
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimant:
+    """Who claims: the job's name, what may start it again (owner), this supervisor process (claimant)."""
+
+    job: str
+    owner: str
+    claimant: str
+    take_over: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An opened generation."""
+
+    generation: int
+    base: CheckpointId | None
+    rolled_forward: tuple[CheckpointId, ...]
+    skipped: tuple[str, ...]
+
+
+def open_generation(
+    store: ObjectStore, who: Claimant, own: int | None, avoid: Collection[CheckpointId], wall_seconds: float
+) -> Opened:
+    """Claim, roll forward, choose and write the base.
+
+    Raises FencedError, JobOverError, FormatError (nothing readable to start from), StoreError.
+    """
+    number = _claim_as_starter(store, who, wall_seconds) if own is None else _claim_next(store, who, own, wall_seconds)
+    rolled = roll_forward(store)
+    catalog = survey(store)
+    chosen = catalog.newest(avoid)
+    skipped = _skipped(catalog, chosen.id if chosen else None, avoid)
+    if chosen is None and skipped:
+        raise FormatError(
+            "checkpoints/", "none of the committed checkpoints can be used, and starting afresh would lose them: "
+            + "; ".join(skipped)
+        )
+    base = chosen.id if chosen else None
+    record = fmt.BaseRecord(
+        version=fmt.FORMAT_VERSION,
+        generation=number,
+        checkpoint_generation=base.generation if base else None,
+        checkpoint_step=base.step if base else None,
+    )
+    store.create(fmt.base_key(number), [fmt.dump(record)])
+    return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped)
+
+
+def _skipped(catalog: Catalog, chosen: CheckpointId | None, avoid: Collection[CheckpointId]) -> tuple[str, ...]:
+    """Committed checkpoints newer than the chosen one that are passed over, with the reason."""
+    newer = [entry for entry in catalog.entries if chosen is None or entry.id > chosen]
+    damaged = [f"{entry.id}: {entry.problem}" for entry in newer if entry.standing is Standing.DAMAGED]
+    avoided = [f"{entry.id}: could not be read by a worker" for entry in newer if entry.id in avoid]
+    return tuple(damaged + avoided)
+
+
+def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) -> int:
+    generations = read_generations(store)
+    if not generations:
+        _refuse_foreign_folder(store)
+        return _claim(store, who, 1, wall_seconds)
+    highest = max(generations)
+    record = generations[highest]
+    if record.job != who.job:
+        raise FencedError(f"{store.url} belongs to the job {record.job!r}, not to {who.job!r}")
+    end = read_end(store, highest)
+    if end is not None and end.outcome is Outcome.DONE:
+        raise JobOverError(Outcome.DONE, f"the job {who.job!r} is done: {end.reason}; give a new name to train again")
+    if end is not None and end.outcome is Outcome.CANCELLED and record.owner == who.owner and not who.take_over:
+        raise JobOverError(
+            Outcome.CANCELLED, f"the job {who.job!r} was cancelled: {end.reason}; --take-over starts it again"
+        )
+    if end is None and record.owner != who.owner and not who.take_over:
+        raise FencedError(
+            f"the job {who.job!r} at {store.url} belongs to owner {record.owner}, which has not ended it "
+            f"(generation {highest}); if that run is dead for certain, use --take-over"
+        )
+    return _claim(store, who, highest + 1, wall_seconds)
+
+
+def _refuse_foreign_folder(store: ObjectStore) -> None:
+    for entry in store.entries(""):
+        raise FencedError(f"{store.url} holds {entry.key}, which is not of a job of this project; choose another folder")
+
+
+def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:
+    """own + 1; numbers that an earlier attempt of this very process took, whose answer was lost, are skipped."""
+    for number in range(own + 1, own + 1 + OWN_CLAIMS_MAX):
+        try:
+            return _claim(store, who, number, wall_seconds)
+        except FencedError:
+            record = fmt.load(fmt.GenerationRecord, fmt.generation_key(number), store.read(fmt.generation_key(number)))
+            if record.claimant != who.claimant:
+                raise
+    raise FencedError(f"{OWN_CLAIMS_MAX} generations after {own} were claimed by this process without being used")
+
+
+def _claim(store: ObjectStore, who: Claimant, number: int, wall_seconds: float) -> int:
+    record = fmt.GenerationRecord(
+        version=fmt.FORMAT_VERSION,
+        job=who.job,
+        generation=number,
+        owner=who.owner,
+        claimant=who.claimant,
+        wall_seconds=wall_seconds,
+    )
+    try:
+        store.create(fmt.generation_key(number), [fmt.dump(record)])
+    except AlreadyExistsError as error:
+        raise FencedError(
+            f"generation {number} of the job {who.job!r} was claimed by another run; this one stops"
+        ) from error
+    return number
+
+
+def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
+    """Commit every undecided checkpoint whose receipts are all there and whose shards have the right sizes."""
+    generations = read_generations(store)
+    folders: dict[CheckpointId, set[str]] = {}
+    for entry in store.entries("checkpoints/"):
+        parsed = fmt.parse_checkpoint_key(entry.key)
+        if parsed is not None:
+            folders.setdefault(parsed[0], set()).add(parsed[1])
+    done: list[CheckpointId] = []
+    for checkpoint, names in sorted(folders.items()):
+        bounded = checkpoint.step > rollback_bound(generations, checkpoint.generation)
+        if bounded or names & {"index.json", "retired.json", "quarantine.json"}:
+            continue
+        if _committable(store, checkpoint) and commit(store, checkpoint):
+            done.append(checkpoint)
+    return tuple(done)
+
+
+def _committable(store: ObjectStore, checkpoint: CheckpointId) -> bool:
+    try:
+        receipts, sizes = read_receipts(store, checkpoint)
+    except FormatError:
+        return False
+    return missing_for_commit(receipts, sizes, checkpoint) is None
+
+
+def read_end(store: ObjectStore, generation: int) -> fmt.EndRecord | None:
+    """The end record of a generation, if there is one."""
+    key = fmt.end_key(generation)
+    try:
+        return fmt.load(fmt.EndRecord, key, store.read(key))
+    except NotFoundError:
+        return None
+
+
+def record_end(store: ObjectStore, generation: int, outcome: Outcome, reason: str, wall_seconds: float) -> None:
+    """Write the end record; if one is there already, it stands."""
+    record = fmt.EndRecord(
+        version=fmt.FORMAT_VERSION, generation=generation, outcome=outcome, reason=reason, wall_seconds=wall_seconds
+    )
+    try:
+        store.create(fmt.end_key(generation), [fmt.dump(record)])
+    except AlreadyExistsError:
+        return

@@ -1,0 +1,77 @@
+"""From a committed checkpoint into existing tensors, every byte verified. Called by `training.session`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES
+from orchestrator.checkpoint.reader import verified_windows
+from orchestrator.errors import FormatError, StateError
+from orchestrator.storage.base import ObjectStore
+
+
+def check_target(name: str, record: fmt.TensorRecord, tensor: torch.Tensor) -> None:
+    """The tensor to restore into has the saved dtype and shape. Raises StateError naming it."""
+    dtype, shape = DTYPES.get(tensor.dtype), tuple(tensor.shape)
+    if (dtype, shape) != (record.dtype, record.shape):
+        raise StateError(name, f"the checkpoint has {record.dtype} {list(record.shape)}, the script {dtype} {list(shape)}")
+
+
+def empty_like(record: fmt.TensorRecord) -> torch.Tensor:
+    """A new CPU tensor for a saved one. The size was checked against the shard when the index was read."""
+    return torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
+
+
+def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill each target (name → tensor of the saved dtype and shape), reading each needed block once.
+
+    Raises DigestError, FormatError, StateError, StoreError. Targets are half filled if it fails: do not train on.
+    """
+    buffers: dict[str, torch.Tensor] = {}
+    for name, tensor in targets.items():
+        record = index.tensors.get(name)
+        if record is None:
+            raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
+        check_target(name, record, tensor)
+        direct = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+        buffers[name] = tensor if direct else torch.empty(record.shape, dtype=tensor.dtype)
+    views = {name: _byte_view(buffer) for name, buffer in buffers.items()}
+    for shard in index.shards:
+        _read_shard(store, index, shard, views)
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            if buffers[name] is not tensor:
+                tensor.copy_(buffers[name])
+
+
+def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, views: Mapping[str, memoryview]) -> None:
+    wanted: list[tuple[int, int, memoryview]] = []
+    for name, view in views.items():
+        record = index.tensors[name]
+        width = TORCH_DTYPES[record.dtype].itemsize
+        for chunk in record.chunks:
+            if chunk.rank == shard.rank and chunk.start < chunk.stop:
+                if chunk.last_byte - chunk.first_byte != (chunk.stop - chunk.start) * width:
+                    raise FormatError(fmt.index_key(index.id), f"{name}: a chunk's bytes do not match its elements")
+                wanted.append((chunk.first_byte, chunk.last_byte, view[chunk.start * width : chunk.stop * width]))
+    wanted.sort(key=lambda piece: piece[0])
+    position = 0
+    for window in verified_windows(store, index, shard, [(first, last) for first, last, _ in wanted]):
+        end = window.start + len(window.data)
+        while position < len(wanted) and wanted[position][1] <= window.start:
+            position += 1
+        for first, last, view in wanted[position:]:
+            if first >= end:
+                break
+            offset, piece = window.cut(first, last)
+            view[offset : offset + len(piece)] = piece
+
+
+def _byte_view(tensor: torch.Tensor) -> memoryview:
+    """The tensor's memory as bytes."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())

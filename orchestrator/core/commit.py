@@ -1,0 +1,78 @@
+"""The bookkeeping of one decided step: staged, durable, committable. Pure; called by `core.job`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.core.messages import CheckpointId, Mode
+
+
+class SaveState(StrEnum):
+    """Where a decided step stands."""
+
+    STAGING = "staging"
+    UPLOADING = "uploading"
+    COMMITTING = "committing"
+    ABANDONING = "abandoning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One decided step of one generation, from the decision to the index."""
+
+    id: CheckpointId
+    mode: Mode
+    world_size: int
+    absent: frozenset[int]
+    decided_at_seconds: float
+    deadline_seconds: float | None
+    state: SaveState = SaveState.STAGING
+    staged: frozenset[int] = frozenset()
+    durable: frozenset[int] = frozenset()
+    size_bytes: int = 0
+    committer: str | None = None
+    attempts: int = 1
+
+    @property
+    def required(self) -> frozenset[int]:
+        """The ranks without which the checkpoint cannot be committed."""
+        return frozenset(range(self.world_size)) - self.absent
+
+    @property
+    def complete(self) -> bool:
+        """Every rank outside the absent set has staged."""
+        return self.required <= self.staged
+
+    @property
+    def settled_ranks(self) -> frozenset[int]:
+        """Ranks that have either staged or are not waited for."""
+        return self.staged
+
+
+def staging_over(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
+    """Whether all staging that can still happen has happened.
+
+    Absent ranks stage their rank-scoped state as well; they are awaited until they are gone or the deadline is over.
+    """
+    if not save.complete:
+        return False
+    everyone = frozenset(range(save.world_size))
+    return everyone <= save.staged | gone or _overdue(save, now_seconds)
+
+
+def committable(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
+    """Whether the index may and should be written now: all required receipts, and no other worth waiting for."""
+    if not save.required <= save.durable:
+        return False
+    still_coming = save.staged - save.durable - gone
+    return not still_coming or _overdue(save, now_seconds)
+
+
+def hopeless(save: Save, *, gone: frozenset[int]) -> frozenset[int]:
+    """Required ranks whose receipt can no longer come."""
+    return (save.required - save.durable) & gone
+
+
+def _overdue(save: Save, now_seconds: float) -> bool:
+    return save.deadline_seconds is not None and now_seconds >= save.deadline_seconds

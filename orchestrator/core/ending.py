@@ -1,0 +1,259 @@
+"""How a generation and a job end: exits, lost nodes, clearing, the end record. Pure; see `core.states`."""
+
+from __future__ import annotations
+
+from orchestrator.core import saving
+from orchestrator.core.commit import SaveState
+from orchestrator.core.messages import (
+    EndRecorded,
+    EndWorkers,
+    Finish,
+    NodeLost,
+    Outcome,
+    RankExited,
+    RecordEnd,
+    ReleaseNode,
+    Request,
+    Requested,
+    Verdict,
+)
+from orchestrator.core.policy import after_exits, describe_exit
+from orchestrator.core.states import Ending, Leave, Phase, Trigger, Turn
+from orchestrator.errors import ExitCode
+
+ACTIVE = (Phase.STARTING, Phase.RUNNING, Phase.LEAVING)
+
+
+def on_rank_exited(turn: Turn, event: RankExited) -> None:
+    """A worker is gone: finished, failed, or ended by us."""
+    job = turn.job
+    if job.gang is None or job.gang.generation != event.generation or event.rank not in job.ranks:
+        return
+    if job.ranks[event.rank].exited is not None:
+        return
+    turn.set_rank(event.rank, exited=event)
+    if job.phase in ACTIVE and not event.ended_by_us:
+        how = describe_exit(event.exit_code)
+        turn.note("worker exited", f"rank {event.rank} {how}", node=event.node, rank=event.rank, step=job.highest_step)
+        if event.exit_code == 0:
+            _finished(turn)
+        elif not (job.spec.attached and job.phase is Phase.LEAVING):
+            break_gang(turn, f"rank {event.rank} {how}")
+    clear(turn)
+
+
+def _finished(turn: Turn) -> None:
+    job = turn.job
+    exits = [rank.exited for rank in job.ranks.values()]
+    if not all(event is not None and event.exit_code == 0 for event in exits):
+        return
+    if any(event is not None and event.attached for event in exits):
+        reason = f"all {len(exits)} ranks are done at step {job.highest_step}"
+    else:
+        reason = "the command ended without ever calling orchestrator.attach(): nothing was saved"
+    turn.set(ending=Ending(outcome=Outcome.DONE, exit_code=int(ExitCode.DONE), reason=reason))
+    turn.go(Trigger.ALL_DONE if job.phase is not Phase.LEAVING else Trigger.LEFT)
+
+
+def on_node_lost(turn: Turn, event: NodeLost) -> None:
+    """The scheduler is certain that a node is gone, with its workers and its memory."""
+    job = turn.job
+    if event.node not in job.nodes:
+        in_gang = job.gang is not None and event.node in job.gang.nodes
+        if not in_gang:
+            turn.set(nodes_requested=max(0, job.nodes_requested - 1))
+            return
+    member = job.gang is not None and event.node in job.gang.nodes and event.node not in job.lost_in_gang
+    announced = event.node in job.nodes and job.nodes[event.node].going
+    turn.set(nodes={key: value for key, value in job.nodes.items() if key != event.node})
+    turn.note("node lost", event.reason + (" (announced)" if announced else ""), node=event.node, step=job.highest_step)
+    if member:
+        turn.set(lost_in_gang=(*job.lost_in_gang, event.node))
+        assert job.gang is not None
+        if job.phase in (Phase.STARTING, Phase.RUNNING):
+            break_gang(turn, f"{event.node} is lost: {event.reason}")
+        elif job.phase is Phase.LEAVING and not _left_without(turn, event.node):
+            break_gang(turn, f"{event.node} is lost before the agreed step was staged")
+    if job.phase is Phase.OPENING and event.node == job.opener:
+        turn.go(Trigger.OPEN_FAILED)
+    saving.move_saves(turn)
+    clear(turn)
+
+
+def _left_without(turn: Turn, node: str) -> bool:
+    """Whether the agreed step can do without this node's ranks."""
+    job = turn.job
+    assert job.gang is not None
+    return all(set(job.gang.ranks_of(node)) <= save.absent for save in job.saves.values())
+
+
+def on_requested(turn: Turn, event: Requested) -> None:
+    """A person asked to save, drain, resize or cancel."""
+    job = turn.job
+    if job.phase in (Phase.ENDING, Phase.ENDED):
+        return
+    turn.note("requested", f"{event.request} by {event.by}" + (f", {event.nodes} nodes" if event.nodes else ""))
+    match event.request:
+        case Request.SAVE:
+            turn.set(save_asked=True)
+        case Request.DRAIN:
+            reason = f"drained by {event.by}"
+            turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
+            _leave(turn, "drain")
+        case Request.CANCEL:
+            reason = f"cancelled by {event.by}"
+            turn.set(ending=Ending(outcome=Outcome.CANCELLED, exit_code=int(ExitCode.FAILED), reason=reason))
+            if job.phase in ACTIVE:
+                break_gang(turn, reason)
+        case Request.RESIZE:
+            assert event.nodes is not None
+            turn.set(wanted_nodes=event.nodes)
+            if job.gang is not None and len(job.gang.nodes) != event.nodes:
+                _leave(turn, f"resize to {event.nodes} nodes")
+    saving.drive(turn)
+
+
+def _leave(turn: Turn, reason: str) -> None:
+    if turn.job.phase is Phase.STARTING:
+        break_gang(turn, reason)
+    elif turn.job.phase is Phase.RUNNING:
+        turn.set(leave=Leave(reason=reason, since_seconds=turn.now))
+
+
+def break_gang(turn: Turn, reason: str) -> None:
+    """The generation cannot go on: end all of its workers at once."""
+    if turn.job.phase not in ACTIVE:
+        return
+    if turn.job.broken_at_seconds is None:
+        turn.set(broken_at_seconds=turn.now)
+    turn.note("gang broken", reason, step=turn.job.highest_step)
+    _end_workers(turn, reason, Trigger.BROKEN)
+
+
+def leave_gang(turn: Turn, reason: str) -> None:
+    """The agreed step is staged: the old processes are not needed any more."""
+    _end_workers(turn, reason, Trigger.LEFT)
+
+
+def _end_workers(turn: Turn, reason: str, trigger: Trigger) -> None:
+    turn.set(broken_reason=reason, proposal=None)
+    turn.go(trigger)
+    assert turn.job.gang is not None
+    if not turn.job.spec.attached:
+        for node in turn.gang_nodes():
+            turn.do(EndWorkers(node=node, generation=turn.job.gang.generation, reason=reason))
+    for save in list(turn.job.saves.values()):
+        if save.state is SaveState.STAGING:
+            saving.abandon(turn, save, f"not all ranks staged it: {reason}")
+    clear(turn)
+
+
+def clear(turn: Turn) -> None:
+    """In CLEARING: once every exit is confirmed and every decided step is settled, form again or end."""
+    job = turn.job
+    if job.phase is not Phase.CLEARING or job.gang is None:
+        return
+    waited = turn.now - job.since_seconds
+    if not job.spec.attached and waited > job.spec.exit_seconds:
+        _exclude_silent(turn)
+    if waited > job.spec.upload_seconds:
+        for save in list(turn.job.saves.values()):
+            saving.abandon(turn, save, f"not durable within {job.spec.upload_seconds:.0f} s")
+    job = turn.job
+    gone = job.gone_ranks
+    running = [rank for rank, state in job.ranks.items() if state.exited is None and rank not in gone]
+    if job.saves or (running and not job.spec.attached):
+        return
+    _judge(turn)
+    trigger = Trigger.CONCLUDED if turn.job.ending is not None else Trigger.CLEARED
+    turn.go(trigger)
+    if trigger is Trigger.CONCLUDED:
+        record(turn)
+
+
+def _exclude_silent(turn: Turn) -> None:
+    """A node whose workers' exits are not confirmed in time may still be writing: it is not used again."""
+    job = turn.job
+    assert job.gang is not None
+    for place in job.gang.places:
+        silent = [rank for rank in place.ranks if job.ranks[rank].exited is None]
+        if silent and place.node in turn.job.nodes:
+            reason = f"ranks {silent} were not confirmed dead within {job.spec.exit_seconds:.0f} s"
+            turn.set(nodes={key: value for key, value in turn.job.nodes.items() if key != place.node})
+            turn.set(lost_in_gang=(*turn.job.lost_in_gang, place.node))
+            turn.do(ReleaseNode(node=place.node, reason=reason))
+            turn.note("node excluded", reason, node=place.node)
+    saving.move_saves(turn)
+
+
+def _judge(turn: Turn) -> None:
+    """Decide between restarting and stopping, from the exits that were not our doing."""
+    job = turn.job
+    exits = [state.exited for state in job.ranks.values() if state.exited is not None]
+    own_exits = [event for event in exits if not event.ended_by_us]
+    if job.ending is not None and job.ending.outcome is not Outcome.DRAINED:
+        return
+    refused = any(event.verdict is Verdict.REFUSED for event in own_exits)
+    if job.base is not None and any(event.verdict is Verdict.UNREADABLE for event in own_exits):
+        turn.set(avoid=(*job.avoid, job.base))
+    if job.lost_in_gang and not refused:
+        return
+    verdict = after_exits(
+        exits,
+        ever_attached=job.ever_attached or job.base is not None,
+        failures=job.failures,
+        failures_max=job.spec.failures_max,
+    )
+    if verdict.counts_as_failure:
+        turn.set(failures=job.failures + 1)
+        turn.note("failure judged", verdict.reason, facts=turn.facts(restart=verdict.restart))
+    if job.spec.attached and job.ending is None:
+        verdict_reason = f"attached workers are gone: {verdict.reason}"
+        turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=verdict_reason))
+    elif not verdict.restart and job.ending is None:
+        turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=verdict.exit_code, reason=verdict.reason))
+
+
+def conclude(turn: Turn) -> None:
+    """End from GATHERING: with an end record if a generation of ours exists and somebody can write it."""
+    if turn.job.own is not None and turn.job.nodes:
+        turn.go(Trigger.CONCLUDED)
+        record(turn)
+        return
+    assert turn.job.ending is not None
+    turn.go(Trigger.RECORDED)
+    finish(turn, turn.job.ending.exit_code, turn.job.ending.reason)
+
+
+def record(turn: Turn) -> None:
+    """Ask an agent for the end record; without any agent the job ends without one."""
+    job = turn.job
+    assert job.ending is not None
+    node = next((name for name, state in job.nodes.items() if not state.going), next(iter(job.nodes), None))
+    if node is None or job.own is None:
+        turn.go(Trigger.RECORDED)
+        finish(turn, job.ending.exit_code, job.ending.reason)
+        return
+    turn.set(opener=node)
+    turn.do(RecordEnd(node=node, generation=job.own, outcome=job.ending.outcome, reason=job.ending.reason))
+
+
+def on_end_recorded(turn: Turn, event: EndRecorded) -> None:
+    """The end record is written; the job is over."""
+    job = turn.job
+    if job.phase is not Phase.ENDING or event.node != job.opener:
+        return
+    assert job.ending is not None
+    if event.reason is not None:
+        turn.note("store failed", f"the end record could not be written: {event.reason}", node=event.node)
+    turn.go(Trigger.RECORDED)
+    finish(turn, job.ending.exit_code, job.ending.reason)
+
+
+def finish(turn: Turn, exit_code: int, reason: str) -> None:
+    """Give every node back and tell the supervisor to end."""
+    for name in list(turn.job.nodes):
+        turn.do(ReleaseNode(node=name, reason="the job is over"))
+    turn.set(nodes={})
+    turn.note("ended", reason, facts=turn.facts(exit_code=exit_code))
+    turn.do(Finish(exit_code=exit_code, reason=reason))

@@ -1,0 +1,268 @@
+"""From nodes to a running gang: gathering, opening a generation, starting its workers. Pure; see `core.states`."""
+
+from __future__ import annotations
+
+from orchestrator.core import ending, saving
+from orchestrator.core.membership import choose_members, form
+from orchestrator.core.messages import (
+    GenerationOpened,
+    GenerationRefused,
+    LaunchWorkers,
+    NodeJoined,
+    NoticeReceived,
+    OpenGeneration,
+    Outcome,
+    RankAttached,
+    RankPlanned,
+    Refusal,
+    ReleaseNode,
+    RequestNodes,
+)
+from orchestrator.core.states import Ending, Node, Phase, Rank, Trigger, Turn
+from orchestrator.errors import ExitCode
+
+
+def on_node_joined(turn: Turn, event: NodeJoined) -> None:
+    """A node connected for the first time."""
+    job = turn.job
+    if event.node in job.nodes:
+        return
+    turn.set(
+        nodes={**job.nodes, event.node: Node(name=event.node, workers=event.workers)},
+        nodes_requested=max(0, job.nodes_requested - 1),
+    )
+    turn.note("node joined", f"{event.workers} workers can run there", node=event.node)
+
+
+def on_notice(turn: Turn, event: NoticeReceived) -> None:
+    """A node will go: earliest deadline wins, the same notice counts once, a cancel undoes only its own."""
+    node = turn.job.nodes.get(event.node)
+    if node is None:
+        return
+    if event.kind == "cancel":
+        _cancel_notice(turn, event, node)
+        return
+    if event.notice_id in node.notice_ids:
+        return
+    if event.kind == "hint":
+        turn.set_node(event.node, notice_ids=(*node.notice_ids, event.notice_id))
+        turn.set(save_asked=True)
+        turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
+        return
+    deadline = None if event.remaining_seconds is None else turn.now + event.remaining_seconds
+    known = [value for value in (node.deadline_seconds, deadline) if value is not None]
+    turn.set_node(
+        event.node,
+        going=True,
+        deadline_seconds=min(known, default=None),
+        notice_ids=(*node.notice_ids, event.notice_id),
+    )
+    left = "no deadline" if deadline is None else f"{event.remaining_seconds:.1f} s left"
+    turn.note(
+        "notice received",
+        f"{event.source}: {event.kind}, {left}",
+        node=event.node,
+        step=turn.job.highest_step,
+        facts=turn.facts(remaining_seconds=event.remaining_seconds),
+    )
+    saving.node_is_going(turn, event.node)
+
+
+def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
+    if event.notice_id not in node.notice_ids:
+        return
+    rest = tuple(notice for notice in node.notice_ids if notice != event.notice_id)
+    turn.set_node(event.node, notice_ids=rest, going=bool(rest), deadline_seconds=node.deadline_seconds if rest else None)
+    turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
+    saving.node_stays(turn)
+
+
+def consider(turn: Turn) -> None:
+    """In GATHERING: ask for missing nodes, give back those that are going or too many, form when it is time."""
+    job = turn.job
+    if job.phase is not Phase.GATHERING:
+        return
+    if job.ending is not None:
+        ending.conclude(turn)
+        return
+    _give_back(turn)
+    request_missing(turn)
+    job = turn.job
+    if turn.now < job.retry_at_seconds:
+        return
+    choice = choose_members(
+        available=job.available,
+        previous=job.gang.nodes if job.gang else (),
+        nodes_min=min(job.spec.nodes_min, job.wanted_nodes),
+        nodes_wanted=job.wanted_nodes,
+        workers_per_node=job.spec.workers_per_node,
+        allowed_world_sizes=job.allowed_world_sizes,
+    )
+    patience = job.spec.gather_seconds if job.own is None else job.spec.reform_seconds
+    if choice.nodes is None:
+        if not choice.could_grow:
+            turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.USAGE), reason=choice.reason))
+            ending.conclude(turn)
+        return
+    if choice.could_grow and turn.now - job.since_seconds < patience:
+        return
+    turn.set(members=choice.nodes, opener=choice.nodes[0])
+    turn.do(OpenGeneration(node=choice.nodes[0], own=job.own, avoid=job.avoid))
+    turn.go(Trigger.ENOUGH_NODES)
+
+
+def request_missing(turn: Turn) -> None:
+    """Ask the scheduler for the nodes that are wanted and neither there nor asked for."""
+    job = turn.job
+    if job.ending is not None or job.spec.attached:
+        return
+    missing = job.wanted_nodes - len(job.available) - job.nodes_requested
+    if missing > 0:
+        turn.set(nodes_requested=job.nodes_requested + missing)
+        turn.do(RequestNodes(count=missing, reason=f"{len(job.available)} of {job.wanted_nodes} wanted nodes are there"))
+
+
+def _give_back(turn: Turn) -> None:
+    job = turn.job
+    if job.spec.attached:
+        return
+    extra = list(job.available)[job.wanted_nodes :] if job.nodes_requested == 0 else []
+    for name, node in list(job.nodes.items()):
+        if node.going:
+            release(turn, name, "it was announced to go, and nothing of it is needed any more")
+        elif name in extra:
+            release(turn, name, f"the job runs on {job.wanted_nodes} nodes now")
+
+
+def release(turn: Turn, name: str, reason: str) -> None:
+    """Give a node back; from now on it does not exist for the job."""
+    turn.set(nodes={key: value for key, value in turn.job.nodes.items() if key != name})
+    turn.do(ReleaseNode(node=name, reason=reason))
+    turn.note("node released", reason, node=name)
+
+
+def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
+    """The generation is ours: launch, unless a member has gone in the meantime."""
+    job = turn.job
+    turn.set(own=max(event.generation, job.own or 0))
+    if job.phase is not Phase.OPENING or event.node != job.opener:
+        return
+    base = f"checkpoint {event.base}" if event.base else "a fresh start"
+    turn.note(
+        "generation opened",
+        f"{len(job.members)} nodes load {base}"
+        + (f", {event.rolled_forward} rolled forward" if event.rolled_forward else ""),
+        generation=event.generation,
+        step=event.base.step if event.base else 0,
+        facts=turn.facts(world_size=len(job.members) * job.spec.workers_per_node, nodes=" ".join(job.members)),
+    )
+    for problem in event.skipped:
+        turn.note("checkpoint skipped", problem, generation=event.generation)
+    if job.ending is not None:
+        turn.go(Trigger.CONCLUDED)
+        ending.record(turn)
+        return
+    if any(name not in job.available for name in job.members):
+        turn.go(Trigger.OPEN_FAILED)
+        consider(turn)
+        return
+    _launch(turn, event)
+
+
+def _launch(turn: Turn, event: GenerationOpened) -> None:
+    job = turn.job
+    gang = form(generation=event.generation, nodes=job.members, workers_per_node=job.spec.workers_per_node)
+    step = event.base.step if event.base else 0
+    turn.set(
+        gang=gang,
+        base=event.base,
+        newest_committed=event.base,
+        committed_at_seconds=turn.now if event.base else job.committed_at_seconds,
+        ranks={rank: Rank(step=step) for rank in range(gang.world_size)},
+        lost_in_gang=(),
+        broken_reason="",
+        proposal=None,
+        attempt=1,
+        ballot=0,
+        saves={},
+        last_save_step=step,
+        leave=None,
+        awaiting_first_step=True,
+    )
+    turn.go(Trigger.OPENED)
+    for place in gang.places:
+        turn.do(
+            LaunchWorkers(
+                node=place.node,
+                generation=gang.generation,
+                world_size=gang.world_size,
+                first_rank=place.first_rank,
+                count=place.count,
+                base=event.base,
+                master_address=event.master_address,
+                master_port=event.master_port,
+            )
+        )
+
+
+def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
+    """Fenced or over: stop. A failing store: try again, except at the very start, where it is the user's mistake."""
+    job = turn.job
+    if job.phase is not Phase.OPENING or event.node != job.opener:
+        return
+    if event.refusal is Refusal.STORE and (job.own is not None or job.ever_attached):
+        turn.note("store failed", f"no generation could be opened: {event.reason}", node=event.node)
+        turn.go(Trigger.OPEN_FAILED)
+        turn.set(retry_at_seconds=turn.now + job.spec.store_retry_seconds)
+        return
+    codes = {
+        Refusal.FENCED: ExitCode.FENCED,
+        Refusal.DONE: ExitCode.DONE,
+        Refusal.CANCELLED: ExitCode.FAILED,
+        Refusal.STORE: ExitCode.FAILED,
+        Refusal.FORMAT: ExitCode.FAILED,
+    }
+    turn.go(Trigger.REFUSED)
+    ending.finish(turn, int(codes[event.refusal]), event.reason)
+
+
+def on_rank_attached(turn: Turn, event: RankAttached) -> None:
+    """A rank has restored its state; when all have, the job runs."""
+    job = turn.job
+    if job.phase is not Phase.STARTING or not _present(turn, event.generation):
+        return
+    turn.set_rank(event.rank, attached=True, pid=event.pid, step=event.step)
+    turn.set(ever_attached=True, until=event.until, allowed_world_sizes=event.allowed_world_sizes)
+    job = turn.job
+    assert job.gang is not None
+    allowed = event.allowed_world_sizes
+    if allowed is not None and job.gang.world_size not in allowed:
+        ending.break_gang(turn, f"world size {job.gang.world_size} does not divide the global batch; {list(allowed)} do")
+        return
+    if all(rank.attached for rank in job.ranks.values()):
+        turn.go(Trigger.ALL_ATTACHED)
+        turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
+        saving.drive(turn)
+
+
+def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
+    """Preflight: print once, for the whole gang, what saving will need."""
+    if not _present(turn, event.generation):
+        return
+    turn.set_rank(event.rank, slot_bytes=event.slot_bytes)
+    ranks = turn.job.ranks.values()
+    if event.slot_bytes and all(rank.slot_bytes for rank in ranks):
+        total = sum(rank.slot_bytes for rank in ranks)
+        largest = max(rank.slot_bytes for rank in ranks)
+        speed = turn.job.bandwidth_bytes_per_second
+        upload = f"{largest / speed:.1f} s upload expected" if speed else "upload speed not measured yet"
+        turn.note(
+            "preflight",
+            f"{2 * total / 2**20:.1f} MiB of staging memory in two slots per rank, {upload}",
+            facts=turn.facts(staging_bytes=2 * total, largest_shard_bytes=largest),
+        )
+
+
+def _present(turn: Turn, generation: int) -> bool:
+    """Whether a message belongs to the present generation; every other is ignored."""
+    return turn.job.gang is not None and turn.job.gang.generation == generation

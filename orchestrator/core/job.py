@@ -1,0 +1,116 @@
+"""The decision maker: `step(job, event, now) → (job, actions)`. Pure: same values in, same values out.
+
+The phases and the one transition table are in `core.states`; `forming`, `saving` and `ending` hold the handlers.
+The supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from orchestrator.core import ending, forming, saving
+from orchestrator.core.messages import (
+    Action,
+    Echoed,
+    EndRecorded,
+    Event,
+    GenerationOpened,
+    GenerationRefused,
+    IndexDecided,
+    IndexFailed,
+    NodeJoined,
+    NodeLost,
+    NoticeReceived,
+    Passed,
+    Progress,
+    RankAttached,
+    RankExited,
+    RankPlanned,
+    Refused,
+    Requested,
+    SaveAsked,
+    Staged,
+    Tick,
+    Uploaded,
+    UploadFailed,
+)
+from orchestrator.core.states import TRANSITIONS, Job, JobSpec, Phase, Trigger, Turn
+
+__all__ = ["TRANSITIONS", "Job", "JobSpec", "Phase", "Trigger", "new_job", "step"]
+
+
+def new_job(spec: JobSpec, now_seconds: float) -> Job:
+    """A job before its first node."""
+    return Job(spec=spec, wanted_nodes=spec.nodes_max, since_seconds=now_seconds)
+
+
+def step(job: Job, event: Event, now_seconds: float) -> tuple[Job, tuple[Action, ...]]:
+    """Take in one event at a time on the supervisor's monotonic clock."""
+    turn = Turn(job, now_seconds)
+    if job.phase is not Phase.ENDED:
+        _dispatch(turn, event)
+        forming.consider(turn)
+    return turn.job, tuple(turn.actions)
+
+
+def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912 (one case for each event)
+    match event:
+        case NodeJoined():
+            forming.on_node_joined(turn, event)
+        case NodeLost():
+            ending.on_node_lost(turn, event)
+        case NoticeReceived():
+            forming.on_notice(turn, event)
+        case GenerationOpened():
+            forming.on_generation_opened(turn, event)
+        case GenerationRefused():
+            forming.on_generation_refused(turn, event)
+        case RankAttached():
+            forming.on_rank_attached(turn, event)
+        case RankPlanned():
+            forming.on_rank_planned(turn, event)
+        case Progress():
+            saving.on_progress(turn, event)
+        case SaveAsked():
+            saving.on_save_asked(turn, event)
+        case Echoed():
+            saving.on_echoed(turn, event)
+        case Refused():
+            saving.on_refused(turn, event)
+        case Passed():
+            saving.on_passed(turn, event)
+        case Staged():
+            saving.on_staged(turn, event)
+        case Uploaded():
+            saving.on_uploaded(turn, event)
+        case UploadFailed():
+            saving.on_upload_failed(turn, event)
+        case IndexDecided():
+            saving.on_index_decided(turn, event)
+            ending.clear(turn)
+        case IndexFailed():
+            saving.on_index_failed(turn, event)
+            ending.clear(turn)
+        case RankExited():
+            ending.on_rank_exited(turn, event)
+        case EndRecorded():
+            ending.on_end_recorded(turn, event)
+        case Requested():
+            ending.on_requested(turn, event)
+        case Tick():
+            _on_tick(turn)
+        case _:
+            assert_never(event)
+
+
+def _on_tick(turn: Turn) -> None:
+    job = turn.job
+    if job.phase is Phase.OPENING and turn.now - job.since_seconds > job.spec.open_seconds:
+        turn.note("store failed", f"{job.opener} did not open a generation within {job.spec.open_seconds:.0f} s")
+        turn.go(Trigger.OPEN_FAILED)
+    if job.phase in (Phase.RUNNING, Phase.LEAVING, Phase.CLEARING):
+        saving.move_saves(turn)
+        saving.drive(turn)
+        ending.clear(turn)
+    if job.phase is Phase.RUNNING:
+        forming.request_missing(turn)

@@ -1,0 +1,485 @@
+"""The vocabulary between supervisor, agents and the core: events (what happened) and actions (what to do).
+
+Values only: the supervisor feeds events to `core.job.step` and performs the actions that come back; agents
+send most events and receive most actions as JSON (`agent.wire`). Times on the wire are remaining seconds,
+never another host's clock. Every message of a generation carries its number; everyone ignores any other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class CheckpointId:
+    """A checkpoint's identity; the order is the age order: by generation, then by step."""
+
+    generation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"g{self.generation:08d}-s{self.step:010d}"
+
+
+class Mode(StrEnum):
+    """What a decided step means for the workers: go on after staging, or leave."""
+
+    STAY = "stay"
+    LEAVE = "leave"
+
+
+class Outcome(StrEnum):
+    """How a job ended; the content of its end record."""
+
+    DONE = "done"
+    DRAINED = "drained"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Verdict(StrEnum):
+    """What a worker said of itself before it exited."""
+
+    NONE = "none"
+    FINISHED = "finished"
+    REFUSED = "refused"
+    UNREADABLE = "unreadable"
+
+
+class Refusal(StrEnum):
+    """Why a generation could not be opened."""
+
+    FENCED = "fenced"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    STORE = "store"
+    FORMAT = "format"
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined:
+    """An agent connected and is ready to launch `workers` workers."""
+
+    node: str
+    workers: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    """The scheduler is certain that the node is gone (a silent node is not lost)."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeReceived:
+    """A node will go. `remaining_seconds` is None where the source gives no deadline."""
+
+    node: str
+    source: str
+    kind: str
+    remaining_seconds: float | None
+    notice_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOpened:
+    """Claimed, rolled forward, base written: what every rank of this generation loads."""
+
+    node: str
+    generation: int
+    base: CheckpointId | None
+    master_address: str
+    master_port: int
+    rolled_forward: int
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRefused:
+    """The generation could not be opened; `refusal` says whether trying again makes sense."""
+
+    node: str
+    refusal: Refusal
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAttached:
+    """A worker has called attach; `step` is the step that it restored (0: a fresh start)."""
+
+    node: str
+    generation: int
+    rank: int
+    pid: int
+    step: int
+    until: int | None
+    allowed_world_sizes: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlanned:
+    """A rank's shard layout is known: preflight numbers."""
+
+    node: str
+    generation: int
+    rank: int
+    shard_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """One rank's last published boundary."""
+
+    rank: int
+    step: int
+    step_seconds: float
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a node's ranks have published since last time."""
+
+    node: str
+    generation: int
+    ranks: tuple[RankProgress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAsked:
+    """The script called `run.save()`."""
+
+    node: str
+    generation: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echoed:
+    """The workers of these ranks have read the proposal at a boundary at or before its step."""
+
+    node: str
+    generation: int
+    ballot: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A rank was at or past the proposed step before it could read the proposal."""
+
+    node: str
+    generation: int
+    ballot: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """A rank waited at the proposed step, saw no decision in time and went on without staging."""
+
+    node: str
+    generation: int
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A rank's part of the state is in its slot."""
+
+    node: str
+    generation: int
+    step: int
+    rank: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uploaded:
+    """A shard and its receipt are durable."""
+
+    node: str
+    generation: int
+    step: int
+    rank: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadFailed:
+    """A shard could not be made durable; training goes on."""
+
+    node: str
+    generation: int
+    step: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexDecided:
+    """`index.json` is there: committed or abandoned, whoever wrote it."""
+
+    node: str
+    generation: int
+    step: int
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexFailed:
+    """`index.json` could not be written or read back."""
+
+    node: str
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExited:
+    """A worker is gone, confirmed by the kernel. `exit_code` is negative for a signal, None if nobody can know it."""
+
+    node: str
+    generation: int
+    rank: int
+    exit_code: int | None
+    attached: bool
+    verdict: Verdict
+    ended_by_us: bool
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecorded:
+    """The end record is on the store (or could not be written: `reason`)."""
+
+    node: str
+    reason: str | None = None
+
+
+class Request(StrEnum):
+    """What a person may ask of a running job."""
+
+    SAVE = "save"
+    DRAIN = "drain"
+    RESIZE = "resize"
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requested:
+    """A person asked for something; `nodes` belongs to resize."""
+
+    request: Request
+    by: str
+    nodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    NodeJoined
+    | NodeLost
+    | NoticeReceived
+    | GenerationOpened
+    | GenerationRefused
+    | RankAttached
+    | RankPlanned
+    | Progress
+    | SaveAsked
+    | Echoed
+    | Refused
+    | Passed
+    | Staged
+    | Uploaded
+    | UploadFailed
+    | IndexDecided
+    | IndexFailed
+    | RankExited
+    | EndRecorded
+    | Requested
+    | Tick
+)
+
+# ----------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestNodes:
+    """Ask the scheduler for more nodes."""
+
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseNode:
+    """Give a node back to the scheduler."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGeneration:
+    """Claim `own` + 1 (a starting process, own None: the highest + 1), roll forward, write the base."""
+
+    node: str
+    own: int | None
+    avoid: tuple[CheckpointId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchWorkers:
+    """Start this node's workers of the generation."""
+
+    node: str
+    generation: int
+    world_size: int
+    first_rank: int
+    count: int
+    base: CheckpointId | None
+    master_address: str
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Put a proposal to save at `step` into every control block of the node."""
+
+    node: str
+    generation: int
+    ballot: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decide:
+    """All ranks echoed: stage at `step`; `absent` ranks own nothing that a present one holds too."""
+
+    node: str
+    generation: int
+    ballot: int
+    step: int
+    mode: Mode
+    absent: tuple[int, ...]
+    remaining_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndWorkers:
+    """End every worker of the generation on this node, at once, and confirm each exit."""
+
+    node: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """The step is complete: make this node's shards and receipts durable."""
+
+    node: str
+    generation: int
+    step: int
+    world_size: int
+    absent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """All needed receipts are there: write the index."""
+
+    node: str
+    generation: int
+    step: int
+    world_size: int
+    absent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon:
+    """Write the abandoned index, unless a committed one is there already."""
+
+    node: str
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """The step is decided for good: slots that hold it may be freed by the agent's rules."""
+
+    node: str
+    generation: int
+    step: int
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordEnd:
+    """Write the generation's end record."""
+
+    node: str
+    generation: int
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A line for the event log: what happened or was decided, and why."""
+
+    kind: str
+    reason: str
+    node: str | None = None
+    generation: int | None = None
+    step: int | None = None
+    rank: int | None = None
+    facts: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The job is over for this supervisor."""
+
+    exit_code: int
+    reason: str
+
+
+Action = (
+    RequestNodes
+    | ReleaseNode
+    | OpenGeneration
+    | LaunchWorkers
+    | Prepare
+    | Decide
+    | EndWorkers
+    | Upload
+    | Commit
+    | Abandon
+    | Settled
+    | RecordEnd
+    | Note
+    | Finish
+)

@@ -1,0 +1,61 @@
+"""Who writes what of the state that several ranks hold alike. Pure; called by `checkpoint.layout`.
+
+The tensors are laid end to end in a fixed order and cut into equal byte windows, one for each present rank, so
+that each writes 1/N. A rank that is announced absent owns nothing: a node that may vanish takes nothing along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Elements [start, stop) of one tensor, in its row-major order, owned by one rank."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+def present_ranks(world_size: int, absent: Collection[int]) -> tuple[int, ...]:
+    """The ranks that own shared state; all of them if everyone is announced absent."""
+    present = tuple(rank for rank in range(world_size) if rank not in absent)
+    return present or tuple(range(world_size))
+
+
+def owned_spans(
+    sizes: Sequence[tuple[int, int]], *, rank: int, world_size: int, absent: Collection[int]
+) -> list[Span]:
+    """The spans that `rank` owns.
+
+    `sizes` gives (elements, bytes per element) of each tensor, in the order that all ranks share. Windows are cut
+    at element boundaries; every element belongs to exactly one rank. A tensor without elements belongs to the
+    first present rank, so that its name and shape are stored.
+    """
+    present = present_ranks(world_size, absent)
+    if rank not in present:
+        return []
+    place, count = present.index(rank), len(present)
+    total_bytes = sum(elements * width for elements, width in sizes)
+    low, high = total_bytes * place // count, total_bytes * (place + 1) // count
+    spans: list[Span] = []
+    offset = 0
+    for index, (elements, width) in enumerate(sizes):
+        size_bytes = elements * width
+        if elements == 0:
+            if place == 0:
+                spans.append(Span(tensor=index, start=0, stop=0))
+            continue
+        start = _first_element_at(low - offset, width, elements)
+        stop = _first_element_at(high - offset, width, elements)
+        if start < stop:
+            spans.append(Span(tensor=index, start=start, stop=stop))
+        offset += size_bytes
+    return spans
+
+
+def _first_element_at(byte: int, width: int, elements: int) -> int:
+    """The first element whose first byte is at or after `byte`, clamped to the tensor."""
+    return min(max(-(-byte // width), 0), elements)

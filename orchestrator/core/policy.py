@@ -1,0 +1,111 @@
+"""What to do when time is short or something failed. Pure; each answer carries its arithmetic or reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.core.messages import RankExited, Verdict
+from orchestrator.errors import ExitCode
+
+ARM_AHEAD_SECONDS = 1.0  # a periodic save is armed this long before its step, so that no rank has to wait for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether an emergency save fits before the deadline, with the arithmetic."""
+
+    fits: bool
+    reason: str
+
+
+def fit_deadline(
+    *,
+    steps_away: int,
+    step_seconds: float,
+    stage_seconds: float | None,
+    size_bytes: int,
+    bandwidth_bytes_per_second: float | None,
+    remaining_seconds: float | None,
+) -> Fit:
+    """Compare the time to reach, stage and upload the agreed step with what is left.
+
+    `stage_seconds` and `bandwidth_bytes_per_second` are measured values of earlier saves, None before the first.
+    """
+    reach = steps_away * step_seconds
+    stage = stage_seconds or 0.0
+    upload = size_bytes / bandwidth_bytes_per_second if bandwidth_bytes_per_second else 0.0
+    needed = reach + stage + upload
+    arithmetic = f"{reach:.1f} s to the step + {stage:.1f} s staging + {upload:.1f} s upload = {needed:.1f} s"
+    if not bandwidth_bytes_per_second:
+        arithmetic += " (nothing measured yet)"
+    if remaining_seconds is None:
+        return Fit(fits=True, reason=f"{arithmetic}; no deadline")
+    fits = needed <= remaining_seconds
+    word = "fits in" if fits else "cannot make it in"
+    return Fit(fits=fits, reason=f"{arithmetic}; {word} {remaining_seconds:.1f} s")
+
+
+def periodic_step(*, last: int, every: int, until: int | None) -> int | None:
+    """The next periodic save after step `last`: a multiple of `every`, or the job's last step; None if none is left."""
+    step = (last // every + 1) * every if every > 0 else None
+    if until is not None and last < until:
+        return until if step is None else min(step, until)
+    return step if until is None else None
+
+
+def arm_now(*, step: int, highest: int, step_seconds: float) -> bool:
+    """Whether it is time to propose a periodic save at `step`."""
+    ahead = max(2, math.ceil(ARM_AHEAD_SECONDS / max(step_seconds, 1e-4)))
+    return step - highest <= ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AfterExit:
+    """What follows from the workers' exits: restart, or stop with a status."""
+
+    restart: bool
+    counts_as_failure: bool
+    exit_code: int
+    reason: str
+
+
+def after_exits(
+    exits: Sequence[RankExited], *, ever_attached: bool, failures: int, failures_max: int
+) -> AfterExit:
+    """Judge a broken generation by the exits that were not our doing, in order of arrival.
+
+    `failures` counts earlier failures since the last committed checkpoint.
+    """
+    own = [event for event in exits if not event.ended_by_us]
+    refused = next((event for event in own if event.verdict == Verdict.REFUSED), None)
+    if refused is not None:
+        return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {_last_line(refused)}")
+    failed = next((event for event in own if event.exit_code != 0), None)
+    if failed is None:
+        return AfterExit(restart=True, counts_as_failure=False, exit_code=0, reason="no worker failed by itself")
+    what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"
+    if not ever_attached:
+        code = failed.exit_code if failed.exit_code is not None and failed.exit_code > 0 else int(ExitCode.FAILED)
+        return _stop(code, f"{what} before it called orchestrator.attach(): {_last_line(failed)}")
+    if failures + 1 > failures_max:
+        why = f"{what}, failure {failures + 1} without a new checkpoint in between (the limit is {failures_max})"
+        return _stop(ExitCode.NEVER_RESTART, f"{why}: {_last_line(failed)}")
+    return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {_last_line(failed)}")
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """An exit status in words."""
+    if exit_code is None:
+        return "ended with an unknown status"
+    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with status {exit_code}"
+
+
+def _stop(exit_code: int, reason: str) -> AfterExit:
+    return AfterExit(restart=False, counts_as_failure=True, exit_code=int(exit_code), reason=reason)
+
+
+def _last_line(event: RankExited) -> str:
+    lines = [line for line in event.evidence.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it printed nothing"

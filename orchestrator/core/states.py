@@ -1,0 +1,264 @@
+"""The job's state: phases, the one transition table, and the values that the handlers work on.
+
+`core.job.step` is the only entry. The handlers (`forming`, `saving`, `ending`) change a `Turn`, which lives for
+one step: it holds the next job value and collects actions. A job value itself is never changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from orchestrator.core.agreement import Proposal
+from orchestrator.core.commit import Save
+from orchestrator.core.membership import Gang
+from orchestrator.core.messages import Action, CheckpointId, Note, Outcome, RankExited, Scalar
+
+
+class Phase(StrEnum):
+    """Where the job is."""
+
+    GATHERING = "gathering"
+    OPENING = "opening"
+    STARTING = "starting"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    CLEARING = "clearing"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class Trigger(StrEnum):
+    """What moves the job from one phase to the next."""
+
+    ENOUGH_NODES = "enough nodes"
+    OPENED = "generation opened"
+    OPEN_FAILED = "generation not opened"
+    REFUSED = "generation refused"
+    ALL_ATTACHED = "all ranks attached"
+    LEAVE_DECIDED = "leave decided"
+    BROKEN = "gang broken"
+    LEFT = "staged and left"
+    ALL_DONE = "all ranks done"
+    CLEARED = "cleared"
+    CONCLUDED = "concluded"
+    RECORDED = "end recorded"
+
+
+TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
+    Phase.GATHERING: {
+        Trigger.ENOUGH_NODES: Phase.OPENING,
+        Trigger.CONCLUDED: Phase.ENDING,
+        Trigger.RECORDED: Phase.ENDED,
+    },
+    Phase.OPENING: {
+        Trigger.OPENED: Phase.STARTING,
+        Trigger.OPEN_FAILED: Phase.GATHERING,
+        Trigger.REFUSED: Phase.ENDED,
+        Trigger.CONCLUDED: Phase.ENDING,
+    },
+    Phase.STARTING: {
+        Trigger.ALL_ATTACHED: Phase.RUNNING,
+        Trigger.BROKEN: Phase.CLEARING,
+        Trigger.ALL_DONE: Phase.CLEARING,
+    },
+    Phase.RUNNING: {
+        Trigger.LEAVE_DECIDED: Phase.LEAVING,
+        Trigger.BROKEN: Phase.CLEARING,
+        Trigger.ALL_DONE: Phase.CLEARING,
+    },
+    Phase.LEAVING: {Trigger.LEFT: Phase.CLEARING, Trigger.BROKEN: Phase.CLEARING},
+    Phase.CLEARING: {Trigger.CLEARED: Phase.GATHERING, Trigger.CONCLUDED: Phase.ENDING},
+    Phase.ENDING: {Trigger.RECORDED: Phase.ENDED},
+    Phase.ENDED: {},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What the user asked for, and the limits of every wait (seconds)."""
+
+    name: str
+    nodes_min: int
+    nodes_max: int
+    workers_per_node: int
+    save_every_steps: int
+    attached: bool = False
+    """The workers were started by somebody else; they are adopted and never restarted."""
+    failures_max: int = 3
+    """Failures without a new committed checkpoint in between before the job stops; preemptions never count."""
+    gather_seconds: float = 30.0
+    """How long the first generation waits for more than the smallest number of nodes."""
+    reform_seconds: float = 2.0
+    """How long a later generation waits for replacements that are about to come."""
+    open_seconds: float = 60.0
+    """Time limit for claiming a generation and choosing its base."""
+    exit_seconds: float = 10.0
+    """A worker whose exit is not confirmed by then excludes its node."""
+    upload_seconds: float = 3600.0
+    """A complete step that is not durable by then is abandoned when the gang is cleared."""
+    store_retry_seconds: float = 5.0
+    """Pause before a generation is opened again after the store failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A connected node; `going` once a notice named it, with its deadline if one is known."""
+
+    name: str
+    workers: int
+    going: bool = False
+    deadline_seconds: float | None = None
+    notice_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What is known of one rank of the present generation."""
+
+    attached: bool = False
+    pid: int = 0
+    step: int = 0
+    step_seconds: float = 0.0
+    free_slots: int = 2
+    slot_bytes: int = 0
+    exited: RankExited | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Why all workers shall leave at an agreed step."""
+
+    reason: str
+    since_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the job will end once the gang is cleared."""
+
+    outcome: Outcome
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything the supervisor knows. Rebuilt from agents, scheduler and store after its own restart."""
+
+    spec: JobSpec
+    phase: Phase = Phase.GATHERING
+    since_seconds: float = 0.0
+    wanted_nodes: int = 0
+    nodes_requested: int = 0
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    own: int | None = None
+    members: tuple[str, ...] = ()
+    opener: str | None = None
+    retry_at_seconds: float = 0.0
+    gang: Gang | None = None
+    base: CheckpointId | None = None
+    avoid: tuple[CheckpointId, ...] = ()
+    ranks: Mapping[int, Rank] = field(default_factory=dict)
+    lost_in_gang: tuple[str, ...] = ()
+    broken_reason: str = ""
+    broken_at_seconds: float | None = None
+    proposal: Proposal | None = None
+    ballot: int = 0
+    attempt: int = 1
+    saves: Mapping[CheckpointId, Save] = field(default_factory=dict)
+    last_save_step: int = 0
+    save_asked: bool = False
+    leave: Leave | None = None
+    ending: Ending | None = None
+    newest_committed: CheckpointId | None = None
+    committed_at_seconds: float | None = None
+    allowed_world_sizes: tuple[int, ...] | None = None
+    until: int | None = None
+    ever_attached: bool = False
+    failures: int = 0
+    stage_seconds: float | None = None
+    bandwidth_bytes_per_second: float | None = None
+    awaiting_first_step: bool = False
+
+    @property
+    def highest_step(self) -> int:
+        """The highest step that any rank has published in this generation."""
+        return max((rank.step for rank in self.ranks.values()), default=0)
+
+    @property
+    def lowest_step(self) -> int:
+        """The lowest step that any rank has published in this generation."""
+        return min((rank.step for rank in self.ranks.values()), default=0)
+
+    @property
+    def step_seconds(self) -> float:
+        """The slowest rank's mean step time; 1 s before anything is known."""
+        return max((rank.step_seconds for rank in self.ranks.values()), default=0.0) or 1.0
+
+    @property
+    def gone_ranks(self) -> frozenset[int]:
+        """Ranks of the gang whose node is lost: nothing of theirs can still come."""
+        if self.gang is None:
+            return frozenset()
+        return frozenset(rank for node in self.lost_in_gang for rank in self.gang.ranks_of(node))
+
+    @property
+    def available(self) -> tuple[str, ...]:
+        """Connected nodes that no notice has named."""
+        return tuple(name for name, node in self.nodes.items() if not node.going)
+
+
+class Turn:
+    """One step in the making: the next job value, and the actions so far."""
+
+    def __init__(self, job: Job, now_seconds: float) -> None:
+        self.job = job
+        self.now = now_seconds
+        self.actions: list[Action] = []
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the job."""
+        self.job = replace(self.job, **changes)
+
+    def do(self, *actions: Action) -> None:
+        """Ask for actions, in order."""
+        self.actions.extend(actions)
+
+    def note(self, kind: str, reason: str, **where: Any) -> None:
+        """Record an event; `where` takes node, step, rank, generation and facts."""
+        where.setdefault("generation", self.job.gang.generation if self.job.gang else self.job.own)
+        self.do(Note(kind=kind, reason=reason, **where))
+
+    def facts(self, **facts: Scalar) -> dict[str, Scalar]:
+        """Numbers to go with a note."""
+        return facts
+
+    def go(self, trigger: Trigger) -> None:
+        """Move along the transition table; a trigger that the table does not have is a bug."""
+        target = TRANSITIONS[self.job.phase].get(trigger)
+        assert target is not None, f"no transition from {self.job.phase} on {trigger}"
+        self.set(phase=target, since_seconds=self.now)
+
+    def set_rank(self, rank: int, **changes: Any) -> None:
+        """Change what is known of one rank."""
+        self.set(ranks={**self.job.ranks, rank: replace(self.job.ranks[rank], **changes)})
+
+    def set_node(self, name: str, **changes: Any) -> None:
+        """Change what is known of one node."""
+        self.set(nodes={**self.job.nodes, name: replace(self.job.nodes[name], **changes)})
+
+    def set_save(self, save: Save) -> None:
+        """Store the new value of one decided step."""
+        self.set(saves={**self.job.saves, save.id: save})
+
+    def drop_save(self, save: Save) -> None:
+        """Forget a settled step."""
+        self.set(saves={key: value for key, value in self.job.saves.items() if key != save.id})
+
+    def gang_nodes(self) -> list[str]:
+        """The gang's nodes that are still there."""
+        gang = self.job.gang
+        return [] if gang is None else [node for node in gang.nodes if node in self.job.nodes]

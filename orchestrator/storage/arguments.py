@@ -1,0 +1,48 @@
+"""What every back end refuses before it acts: keys, prefixes and ranges that mean nothing.
+
+Kept in one place so that a key which the memory store takes in a test is one that a folder takes in production.
+Not here: which keys a job uses (`checkpoint/format`). Called by every back end.
+"""
+
+from __future__ import annotations
+
+from orchestrator.errors import StoreError
+
+TEMPORARY_PREFIX = ".tmp-"
+"""Starts the name of an unfinished write; never part of a key."""
+
+
+def key_parts(key: str) -> list[str]:
+    """`key` split at its slashes. Raises StoreError when it is no relative path of plain names."""
+    parts = key.split("/")
+    for part in parts:
+        _check_part(key, part)
+    return parts
+
+
+def prefix_parts(prefix: str) -> tuple[list[str], str]:
+    """The folders that `prefix` names in full, and the beginning of a name that follows them (maybe empty).
+
+    Raises StoreError when a folder is no plain name.
+    """
+    *folders, beginning = prefix.split("/")
+    for part in folders:
+        _check_part(prefix, part)
+    if "\0" in beginning:
+        raise StoreError(repr(prefix), "a prefix holds no NUL")
+    return folders, beginning
+
+
+def check_range(key: str, start: int, stop: int | None) -> None:
+    """Raises StoreError unless 0 <= start <= stop."""
+    if start < 0 or (stop is not None and stop < start):
+        raise StoreError(key, f"there are no bytes [{start}, {stop})")
+
+
+def _check_part(key: str, part: str) -> None:
+    if part in ("", ".", ".."):
+        raise StoreError(repr(key), f"a key is a relative path of plain names; {part!r} is none")
+    if "\0" in part:
+        raise StoreError(repr(key), "a key holds no NUL")
+    if part.startswith(TEMPORARY_PREFIX):
+        raise StoreError(repr(key), f"names that start with {TEMPORARY_PREFIX!r} are those of unfinished writes")

@@ -1,0 +1,34 @@
+"""What all tests share: one random seed, printed at the top of the run and given to whoever draws numbers.
+
+`ORCHESTRATOR_TEST_SEED=<number> pytest …` replays a run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import pytest
+
+SEED_VARIABLE = "ORCHESTRATOR_TEST_SEED"
+SEED = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fixes the seed for the whole run."""
+    text = os.environ.get(SEED_VARIABLE)
+    try:
+        config.stash[SEED] = secrets.randbits(32) if text is None else int(text)
+    except ValueError:
+        raise pytest.UsageError(f"{SEED_VARIABLE} must be a whole number, not {text!r}") from None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Says how to replay the run."""
+    return f"random seed: {SEED_VARIABLE}={config.stash[SEED]}"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The run's seed; a test makes its own `random.Random(seed)` of it."""
+    return request.config.stash[SEED]
