@@ -1,5 +1,4 @@
-"""A byte-level GPT, trained on the sources of Python's own standard library: no download, the same text everywhere
-that has the same Python.
+"""A byte-level GPT, trained on the sources of Python's own standard library: nothing to download.
 
 What it is: one complete training script, small enough to read, in which the lines marked `# orchestrator` are all
 that fault tolerance takes. What it is not: a good language model.

@@ -94,9 +94,7 @@ def _judge(
             world_size = index.world_size
             standing, problem = _judge_committed(index, files, generations)
     size_bytes = sum(size for name, size in files.items() if name.startswith("shard-"))
-    return CatalogEntry(
-        id=checkpoint, standing=standing, size_bytes=size_bytes, world_size=world_size, problem=problem
-    )
+    return CatalogEntry(id=checkpoint, standing=standing, size_bytes=size_bytes, world_size=world_size, problem=problem)
 
 
 def _judge_committed(

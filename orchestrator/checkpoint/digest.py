@@ -40,10 +40,7 @@ def combine(digests: Iterable[int], size_bytes: int) -> int:
 def _shift(value: int, length: int) -> int:
     tables = _tables(length)
     return (
-        tables[0][value & 0xFF]
-        ^ tables[1][value >> 8 & 0xFF]
-        ^ tables[2][value >> 16 & 0xFF]
-        ^ tables[3][value >> 24]
+        tables[0][value & 0xFF] ^ tables[1][value >> 8 & 0xFF] ^ tables[2][value >> 16 & 0xFF] ^ tables[3][value >> 24]
     )
 
 

@@ -316,7 +316,11 @@ def build_index(receipts: Iterable[Receipt]) -> Index:
         same = ("job", "generation", "step", "world_size", "absent")
         differing = [name for name in same if getattr(receipt, name) != getattr(first, name)]
         if differing:
-            raise FormatError(key, f"rank {receipt.shard.rank}'s receipt differs from rank {first.shard.rank}'s in {differing}")
+            raise FormatError(
+                key, f"rank {receipt.shard.rank}'s receipt differs from rank {first.shard.rank}'s in {differing}"
+            )
+    objects = _objects(first)
+    alike = {name for name, tree in objects.items() if all(_objects(receipt).get(name) == tree for receipt in ordered)}
     index = Index(
         version=FORMAT_VERSION,
         job=first.job,
@@ -326,12 +330,22 @@ def build_index(receipts: Iterable[Receipt]) -> Index:
         absent=first.absent,
         shards=tuple(receipt.shard for receipt in ordered),
         tensors=_merge_tensors(key, ordered),
-        values=first.values,
-        rank_values={str(receipt.shard.rank): receipt.rank_values for receipt in ordered},
+        values={**first.values, "objects": {name: objects[name] for name in alike}},
+        rank_values={
+            str(receipt.shard.rank): receipt.rank_values
+            | {"objects": {name: tree for name, tree in _objects(receipt).items() if name not in alike}}
+            for receipt in ordered
+        },
         gates={str(receipt.shard.rank): receipt.gate for receipt in ordered},
     )
     fields = index.model_dump(mode="json", exclude={"digest"})
     return index.model_copy(update={"digest": int(crc32c.crc32c(canonical_json(fields)))})
+
+
+def _objects(receipt: Receipt) -> dict[str, Any]:
+    """The state of each object given to attach. What differs between ranks is kept for each rank."""
+    objects: dict[str, Any] = receipt.values.get("objects", {})
+    return objects
 
 
 def _merge_tensors(key: str, receipts: list[Receipt]) -> dict[str, TensorRecord]:

@@ -61,8 +61,8 @@ def open_generation(
     skipped = _skipped(catalog, chosen.id if chosen else None, avoid)
     if chosen is None and skipped:
         raise FormatError(
-            "checkpoints/", "none of the committed checkpoints can be used, and starting afresh would lose them: "
-            + "; ".join(skipped)
+            "checkpoints/",
+            "none of the committed checkpoints can be used, and starting afresh would lose them: " + "; ".join(skipped),
         )
     base = chosen.id if chosen else None
     record = fmt.BaseRecord(
@@ -109,7 +109,9 @@ def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) ->
 
 def _refuse_foreign_folder(store: ObjectStore) -> None:
     for entry in store.entries(""):
-        raise FencedError(f"{store.url} holds {entry.key}, which is not of a job of this project; choose another folder")
+        raise FencedError(
+            f"{store.url} holds {entry.key}, which is not of a job of this project; choose another folder"
+        )
 
 
 def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:

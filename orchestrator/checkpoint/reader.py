@@ -59,7 +59,9 @@ def verified_windows(
         for offset in range(0, len(data), fmt.BLOCK_BYTES):
             number = (start + offset) // fmt.BLOCK_BYTES
             if crc(data[offset : offset + fmt.BLOCK_BYTES]) != blocks[number]:
-                raise DigestError(key, f"block {number} (bytes from {number * fmt.BLOCK_BYTES}) does not match its digest")
+                raise DigestError(
+                    key, f"block {number} (bytes from {number * fmt.BLOCK_BYTES}) does not match its digest"
+                )
         yield Window(start=start, data=data)
 
 

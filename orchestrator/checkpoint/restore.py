@@ -17,7 +17,9 @@ def check_target(name: str, record: fmt.TensorRecord, tensor: torch.Tensor) -> N
     """The tensor to restore into has the saved dtype and shape. Raises StateError naming it."""
     dtype, shape = DTYPES.get(tensor.dtype), tuple(tensor.shape)
     if (dtype, shape) != (record.dtype, record.shape):
-        raise StateError(name, f"the checkpoint has {record.dtype} {list(record.shape)}, the script {dtype} {list(shape)}")
+        raise StateError(
+            name, f"the checkpoint has {record.dtype} {list(record.shape)}, the script {dtype} {list(shape)}"
+        )
 
 
 def empty_like(record: fmt.TensorRecord) -> torch.Tensor:
@@ -74,4 +76,4 @@ def _byte_view(tensor: torch.Tensor) -> memoryview:
     """The tensor's memory as bytes."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)

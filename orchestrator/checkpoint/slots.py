@@ -51,6 +51,7 @@ class WorkerPhase(IntEnum):
     FINISHED = 5
     REFUSED = 6
     LEFT = 7
+    UNREADABLE = 8
 
 
 class SlotState(IntEnum):
@@ -106,7 +107,7 @@ class ControlBlock:
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
         self._memory = memory
-        self._words = memoryview(memory)[: _CELLS_AT_BYTE].cast("Q")
+        self._words = memoryview(memory)[:_CELLS_AT_BYTE].cast("Q")
         self._absent_bytes = -(-self.world_size // 8)
         self._cell_bytes = -(-(_CELL.size + self._absent_bytes + 4) // 64) * 64
         self._last = Record()

@@ -16,9 +16,7 @@ from orchestrator.errors import FormatError, StateError
 TAG = "$"
 
 
-def encode(
-    value: Any, path: str, is_tensor: Callable[[Any], bool], tensors: dict[str, Any]
-) -> Any:
+def encode(value: Any, path: str, is_tensor: Callable[[Any], bool], tensors: dict[str, Any]) -> Any:
     """A JSON tree of `value`. Every tensor goes into `tensors` under its path."""
     if value is None or isinstance(value, bool | str):
         return value

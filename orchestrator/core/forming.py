@@ -72,7 +72,9 @@ def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
     if event.notice_id not in node.notice_ids:
         return
     rest = tuple(notice for notice in node.notice_ids if notice != event.notice_id)
-    turn.set_node(event.node, notice_ids=rest, going=bool(rest), deadline_seconds=node.deadline_seconds if rest else None)
+    turn.set_node(
+        event.node, notice_ids=rest, going=bool(rest), deadline_seconds=node.deadline_seconds if rest else None
+    )
     turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
     saving.node_stays(turn)
 
@@ -119,7 +121,9 @@ def request_missing(turn: Turn) -> None:
     missing = job.wanted_nodes - len(job.available) - job.nodes_requested
     if missing > 0:
         turn.set(nodes_requested=job.nodes_requested + missing)
-        turn.do(RequestNodes(count=missing, reason=f"{len(job.available)} of {job.wanted_nodes} wanted nodes are there"))
+        turn.do(
+            RequestNodes(count=missing, reason=f"{len(job.available)} of {job.wanted_nodes} wanted nodes are there")
+        )
 
 
 def _give_back(turn: Turn) -> None:
@@ -237,7 +241,9 @@ def on_rank_attached(turn: Turn, event: RankAttached) -> None:
     assert job.gang is not None
     allowed = event.allowed_world_sizes
     if allowed is not None and job.gang.world_size not in allowed:
-        ending.break_gang(turn, f"world size {job.gang.world_size} does not divide the global batch; {list(allowed)} do")
+        ending.break_gang(
+            turn, f"world size {job.gang.world_size} does not divide the global batch; {list(allowed)} do"
+        )
         return
     if all(rank.attached for rank in job.ranks.values()):
         turn.go(Trigger.ALL_ATTACHED)

@@ -66,7 +66,8 @@ def choose_members(
 ) -> Membership:
     """The largest allowed gang out of the available nodes; survivors first, so that they keep their ranks' order."""
     survivors = [node for node in previous if node in available]
-    ordered = survivors + sorted(node for node in available if node not in survivors)
+    newcomers = [node for node in available if node not in survivors]
+    ordered = survivors + sorted(newcomers, key=lambda node: (len(node), node))
     largest = largest_allowed(nodes_wanted, workers_per_node, allowed_world_sizes)
     count = largest_allowed(min(len(ordered), nodes_wanted), workers_per_node, allowed_world_sizes)
     if largest < nodes_min or largest == 0:

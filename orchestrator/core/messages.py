@@ -133,7 +133,6 @@ class RankPlanned:
     node: str
     generation: int
     rank: int
-    shard_bytes: int
     slot_bytes: int
 
 

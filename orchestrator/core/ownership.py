@@ -25,9 +25,7 @@ def present_ranks(world_size: int, absent: Collection[int]) -> tuple[int, ...]:
     return present or tuple(range(world_size))
 
 
-def owned_spans(
-    sizes: Sequence[tuple[int, int]], *, rank: int, world_size: int, absent: Collection[int]
-) -> list[Span]:
+def owned_spans(sizes: Sequence[tuple[int, int]], *, rank: int, world_size: int, absent: Collection[int]) -> list[Span]:
     """The spans that `rank` owns.
 
     `sizes` gives (elements, bytes per element) of each tensor, in the order that all ranks share. Windows are cut

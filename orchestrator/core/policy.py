@@ -71,9 +71,7 @@ class AfterExit:
     reason: str
 
 
-def after_exits(
-    exits: Sequence[RankExited], *, ever_attached: bool, failures: int, failures_max: int
-) -> AfterExit:
+def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, failures: int, failures_max: int) -> AfterExit:
     """Judge a broken generation by the exits that were not our doing, in order of arrival.
 
     `failures` counts earlier failures since the last committed checkpoint.

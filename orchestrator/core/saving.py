@@ -269,9 +269,7 @@ def _going_ranks(turn: Turn) -> frozenset[int]:
     job = turn.job
     if job.gang is None:
         return frozenset()
-    return frozenset(
-        rank for name, node in job.nodes.items() if node.going for rank in job.gang.ranks_of(name)
-    )
+    return frozenset(rank for name, node in job.nodes.items() if node.going for rank in job.gang.ranks_of(name))
 
 
 def _want_to_grow(turn: Turn) -> None:

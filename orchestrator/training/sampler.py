@@ -47,10 +47,11 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+def _round_keys(seed: int, epoch: int, length: int) -> NDArray[np.uint64]:
     """The ROUNDS keys of one epoch's permutation."""
     root = _mix(np.array([seed], dtype=np.uint64) + _GAMMA)
     root = _mix((root ^ np.uint64(epoch)) + _GAMMA)
+    root = _mix((root ^ np.uint64(length)) + _GAMMA)  # so that a digest tells lengths apart, too
     return _mix(root + _GAMMA * np.arange(1, ROUNDS + 1, dtype=np.uint64))
 
 
@@ -69,7 +70,7 @@ def permuted(places: NDArray[np.uint64], *, length: int, seed: int, epoch: int) 
     `places`: uint64, any shape [n], each below `length` (1 to LENGTH_MAX). Returns uint64 of the same shape.
     """
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
+    keys = _round_keys(seed, epoch, length)
     indices = _encrypt(places, keys, half_bits)
     # A walk along a cycle of the bijection comes back below `length` at the latest where it began; the domain is
     # at most four times the length (of four words for lengths 1 to 4), so it takes under four passes on average.

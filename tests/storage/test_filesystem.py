@@ -211,9 +211,10 @@ def in_private_mount(mount: str, program: str) -> str:
     if unshare is None:
         pytest.skip("there is no unshare here")
     namespace = [unshare, "--user", "--map-root-user", "--mount", "sh", "-c"]
-    tried = subprocess.run([*namespace, mount], capture_output=True, text=True, check=False)
+    probe = [*namespace, f'{mount} && "$0" -c pass', sys.executable]
+    tried = subprocess.run(probe, capture_output=True, text=True, check=False)
     if tried.returncode != 0:
-        pytest.skip(f"this machine lets nobody mount in a namespace of their own: {tried.stderr.strip()}")
+        pytest.skip(f"this machine runs no Python in a mount namespace of its own: {tried.stderr.strip()}")
     command = [*namespace, f'{mount} && exec "$0" -c "$1"', sys.executable, program]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -258,7 +259,7 @@ for action in (lambda: store.create("other", [b"x"]), lambda: store.create("a/b"
 
 @pytest.mark.processes
 def test_a_read_only_file_system() -> None:
-    mount = "mount -t tmpfs none /mnt && mkdir /mnt/store && printf x >/mnt/store/key && mount -o remount,ro /mnt"
+    mount = "mount -t tmpfs none /mnt && mkdir /mnt/store && printf x >/mnt/store/key && mount -o remount,bind,ro /mnt"
     lines = in_private_mount(mount, READ_ONLY).splitlines()
     assert lines[0] == "b'x' [Entry(key='key', size_bytes=1)]"
     problem = "the folder /mnt/store does not let this user do that: Read-only file system"

@@ -254,8 +254,9 @@ def test_lies_about_ranges(headers: list[str]) -> None:
 def test_an_object_that_ends_before_its_size() -> None:
     first = http("206 Partial Content", "Content-Range: bytes 0-3/8", "Content-Length: 4", body=b"good")
     second = http("416 Range Not Satisfiable", "Content-Range: bytes */4", "Content-Length: 0")
-    with answering(first, second) as (address, _), pytest.raises(StoreError, match="ended at 4 bytes"):
-        PeerStore(address, TOKEN).read("key")
+    with answering(first, second) as (address, _):
+        with PeerStore(address, TOKEN) as reader, pytest.raises(StoreError, match="ended at 4 bytes"):
+            reader.read("key")
 
 
 @pytest.mark.parametrize(

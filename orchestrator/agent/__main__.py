@@ -1,0 +1,21 @@
+"""`python -m orchestrator.agent < settings.json`: one node's agent."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from orchestrator.agent.node import run_agent
+from orchestrator.agent.settings import AgentSettings
+from orchestrator.clock import SystemClock
+from orchestrator.storage.opening import open_store
+
+
+def main() -> int:
+    """Read the settings, run the agent."""
+    settings = AgentSettings.model_validate_json(sys.stdin.read())
+    return asyncio.run(run_agent(settings, open_store(settings.store), SystemClock()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The supervisor's store actions, carried out: open a generation, commit, abandon, record the end.
+
+Used by `agent.node`. Each returns the event to report; errors of the store become events, never a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from orchestrator.agent.settings import AgentSettings
+from orchestrator.checkpoint import generations, save
+from orchestrator.clock import Clock
+from orchestrator.core.messages import (
+    Abandon,
+    CheckpointId,
+    Commit,
+    EndRecorded,
+    GenerationOpened,
+    GenerationRefused,
+    IndexDecided,
+    IndexFailed,
+    OpenGeneration,
+    Outcome,
+    RecordEnd,
+    Refusal,
+)
+from orchestrator.errors import FencedError, FormatError, OrchestratorError, StoreError
+from orchestrator.storage.base import ObjectStore
+from orchestrator.telemetry import reached
+
+
+class StoreActions:
+    """Performs store actions for one node."""
+
+    def __init__(self, settings: AgentSettings, store: ObjectStore, clock: Clock) -> None:
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+
+    async def open_generation(self, action: OpenGeneration) -> GenerationOpened | GenerationRefused:
+        """Claim, roll forward, write the base; also choose the port at which the workers will meet."""
+        who = generations.Claimant(
+            job=self._settings.job,
+            owner=self._settings.owner,
+            claimant=self._settings.claimant,
+            take_over=self._settings.take_over,
+        )
+        node = self._settings.node
+        try:
+            opened = await asyncio.to_thread(
+                generations.open_generation, self._store, who, action.own, action.avoid, self._clock.wall()
+            )
+        except FencedError as error:
+            return GenerationRefused(node=node, refusal=Refusal.FENCED, reason=str(error))
+        except generations.JobOverError as error:
+            refusal = Refusal.DONE if error.outcome is Outcome.DONE else Refusal.CANCELLED
+            return GenerationRefused(node=node, refusal=refusal, reason=str(error))
+        except FormatError as error:
+            return GenerationRefused(node=node, refusal=Refusal.FORMAT, reason=str(error))
+        except OrchestratorError as error:
+            return GenerationRefused(node=node, refusal=Refusal.STORE, reason=str(error))
+        reached("after-base", generation=opened.generation)
+        return GenerationOpened(
+            node=node,
+            generation=opened.generation,
+            base=opened.base,
+            master_address=self._settings.address,
+            master_port=free_port(self._settings.address),
+            rolled_forward=len(opened.rolled_forward),
+            skipped=opened.skipped,
+        )
+
+    async def commit(self, action: Commit) -> IndexDecided | IndexFailed:
+        """Write the index of a checkpoint whose receipts are there."""
+        reached("before-index", step=action.step)
+        return await self._decide(action, lambda checkpoint: save.commit(self._store, checkpoint))
+
+    async def abandon(self, action: Abandon) -> IndexDecided | IndexFailed:
+        """Write an abandoned index."""
+        return await self._decide(action, lambda checkpoint: save.abandon(self._store, checkpoint, action.reason))
+
+    async def _decide(
+        self, action: Commit | Abandon, write_index: Callable[[CheckpointId], bool]
+    ) -> IndexDecided | IndexFailed:
+        node, generation, step = self._settings.node, action.generation, action.step
+        try:
+            committed = await asyncio.to_thread(write_index, CheckpointId(generation=generation, step=step))
+        except (StoreError, FormatError) as error:
+            return IndexFailed(node=node, generation=generation, step=step, reason=str(error))
+        reached("after-index", step=step)
+        return IndexDecided(node=node, generation=generation, step=step, committed=committed)
+
+    async def record_end(self, action: RecordEnd) -> EndRecorded:
+        """Write the end record."""
+        try:
+            await asyncio.to_thread(
+                generations.record_end,
+                self._store,
+                action.generation,
+                action.outcome,
+                action.reason,
+                self._clock.wall(),
+            )
+        except (StoreError, FormatError) as error:
+            return EndRecorded(node=self._settings.node, reason=str(error))
+        return EndRecorded(node=self._settings.node)
+
+
+def free_port(address: str) -> int:
+    """A TCP port that is free now. Another program may take it first: the workers then fail and start again."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,313 @@
+"""The workers of one generation on this node: launch files, control blocks, and what is read from them.
+
+`agent.node` owns one `LocalGang` at a time. `observe` turns what the control blocks say into events; it reads
+memory only and takes microseconds, so it may be called often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.agent import workers as processes
+from orchestrator.agent.settings import AgentSettings
+from orchestrator.agent.workers import Worker
+from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
+from orchestrator.checkpoint.slots import SLOTS, ControlBlock, LeaveOutcome, Record, SlotState, WorkerPhase
+from orchestrator.core.messages import (
+    Decide,
+    Echoed,
+    Event,
+    LaunchWorkers,
+    NoticeReceived,
+    Passed,
+    Prepare,
+    Progress,
+    RankAttached,
+    RankExited,
+    RankPlanned,
+    RankProgress,
+    Refused,
+    SaveAsked,
+    Settled,
+    Staged,
+    Verdict,
+)
+
+ATTACHED_PHASES = (
+    WorkerPhase.RUNNING,
+    WorkerPhase.WAITING,
+    WorkerPhase.STAGING,
+    WorkerPhase.FINISHED,
+    WorkerPhase.LEFT,
+)
+
+
+class LocalGang:
+    """This node's ranks of one generation."""
+
+    def __init__(self, settings: AgentSettings, action: LaunchWorkers, objects_url: str, objects_token: str) -> None:
+        self.settings = settings
+        self.action = action
+        self.generation = action.generation
+        self.record = Record()
+        self.refused_ballot = 0
+        self.deadline_seconds: float | None = None
+        self.workers = [self._prepare(rank, objects_url, objects_token) for rank in self._ranks()]
+
+    def _ranks(self) -> range:
+        return range(self.action.first_rank, self.action.first_rank + self.action.count)
+
+    def _prepare(self, rank: int, objects_url: str, objects_token: str) -> Worker:
+        action, staging = self.action, self.settings.staging
+        name = f"g{action.generation:08d}-r{rank:05d}"
+        control_path = staging / f"{name}.control"
+        worker = Worker(
+            rank=rank,
+            local_rank=rank - action.first_rank,
+            control=ControlBlock.create(
+                control_path, generation=action.generation, rank=rank, world_size=action.world_size
+            ),
+            slot_paths=(staging / f"{name}.slot-0", staging / f"{name}.slot-1"),
+            launch_path=staging / f"{name}.launch.json",
+            log_path=None if self.settings.attach_folder else self.settings.logs / f"{name}.log",
+        )
+        Launch(
+            job=self.settings.job,
+            generation=action.generation,
+            rank=rank,
+            world_size=action.world_size,
+            local_world_size=action.count,
+            base=action.base,
+            control_path=control_path,
+            slot_paths=worker.slot_paths,
+            objects_url=objects_url,
+            token=objects_token,
+            attached=self.settings.attach_folder is not None,
+        ).write(worker.launch_path)
+        return worker
+
+    def launch(self, environment: Mapping[str, str], on_exit: Callable[[Worker], None]) -> None:
+        """Start the user's command once per rank, with the variables that torchrun gives."""
+        action = self.action
+        for worker in self.workers:
+            variables = {
+                "RANK": worker.rank,
+                "LOCAL_RANK": worker.local_rank,
+                "WORLD_SIZE": action.world_size,
+                "LOCAL_WORLD_SIZE": action.count,
+                "GROUP_RANK": action.first_rank // action.count,
+                "GROUP_WORLD_SIZE": action.world_size // action.count,
+                "ROLE_RANK": worker.rank,
+                "ROLE_WORLD_SIZE": action.world_size,
+                "MASTER_ADDR": action.master_address,
+                "MASTER_PORT": action.master_port,
+                "TORCHELASTIC_RUN_ID": self.settings.job,
+                "TORCHELASTIC_RESTART_COUNT": action.generation - 1,
+                "ORCHESTRATOR_JOB": self.settings.job,
+                "ORCHESTRATOR_GENERATION": action.generation,
+                LAUNCH_VARIABLE: worker.launch_path,
+            }
+            strings = {name: str(value) for name, value in variables.items()}
+            defaults = (
+                {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} if action.count > 1 else {"PYTHONUNBUFFERED": "1"}
+            )
+            if action.master_address == "127.0.0.1":
+                defaults["GLOO_SOCKET_IFNAME"] = "lo"
+            processes.launch(worker, self.settings.command, {**defaults, **environment, **strings}, on_exit)
+
+    # -- from the supervisor -----------------------------------------------------------------------------
+
+    def prepare(self, action: Prepare) -> None:
+        """A proposal for every control block; lower ballots are refused."""
+        if action.ballot > self.record.ballot:
+            self._publish(replace(self.record, ballot=action.ballot, proposed_step=action.step))
+
+    def decide(self, action: Decide, deadline_seconds: float | None) -> None:
+        """A decision; it takes the place of the proposal with that ballot."""
+        if action.ballot != self.record.ballot:
+            return
+        self.deadline_seconds = deadline_seconds
+        self._publish(
+            replace(self.record, proposed_step=None, decided_step=action.step, mode=action.mode, absent=action.absent)
+        )
+
+    def _publish(self, record: Record) -> None:
+        self.record = record
+        for worker in self.workers:
+            worker.control.write_record(record)
+
+    def settled(self, action: Settled) -> None:
+        """Tell workers that wait to leave how it ended."""
+        outcome = LeaveOutcome.COMMITTED if action.committed else LeaveOutcome.ABANDONED
+        for worker in self.workers:
+            worker.control.set_outcome(outcome, action.step)
+
+    def release_workers(self) -> None:
+        """Attached workers: nothing more will happen; leave now or go on alone."""
+        for worker in self.workers:
+            worker.control.set_outcome(LeaveOutcome.RELEASED, worker.control.step or 0)
+
+    def end(self) -> None:
+        """SIGKILL all workers."""
+        for worker in self.workers:
+            processes.end(worker)
+
+    @property
+    def alive(self) -> bool:
+        """Whether any worker's exit is not confirmed yet."""
+        return any(not worker.exited for worker in self.workers)
+
+    @property
+    def waiting_for_echo(self) -> bool:
+        """Whether an agreement is open, so that looking often pays."""
+        if self.record.proposed_step is not None:
+            return True
+        decided = self.record.decided_step
+        return decided is not None and any((worker.control.step or 0) <= decided for worker in self.workers)
+
+    # -- to the supervisor -------------------------------------------------------------------------------
+
+    def observe(self) -> Iterator[Event]:
+        """Events for everything that changed in the control blocks since the last call."""
+        progress: list[RankProgress] = []
+        echoed: list[int] = []
+        for worker in self.workers:
+            yield from self._observe_start(worker)
+            yield from self._observe_agreement(worker, echoed)
+            yield from self._observe_slots(worker)
+            progress.extend(self._observe_progress(worker))
+        node, generation = self.settings.node, self.generation
+        if progress:
+            yield Progress(node=node, generation=generation, ranks=tuple(progress))
+        if echoed:
+            yield Echoed(node=node, generation=generation, ballot=self.record.ballot, ranks=tuple(echoed))
+
+    def _observe_start(self, worker: Worker) -> Iterator[Event]:
+        control, node = worker.control, self.settings.node
+        info = control.info if "attached" not in worker.reported and control.phase in ATTACHED_PHASES else None
+        if info is not None and worker.news("attached", 1):
+            allowed = info.get("allowed_world_sizes")
+            yield RankAttached(
+                node=node,
+                generation=self.generation,
+                rank=worker.rank,
+                pid=worker.pid,
+                step=int(info["step"]),
+                until=info.get("until"),
+                allowed_world_sizes=None if allowed is None else tuple(allowed),
+            )
+        if worker.news("slot_bytes", control.slot_bytes):
+            yield RankPlanned(node=node, generation=self.generation, rank=worker.rank, slot_bytes=control.slot_bytes)
+        if worker.news("signal", control.signal):
+            name = signal.Signals(control.signal).name
+            yield NoticeReceived(
+                node=node,
+                source=f"{name} to rank {worker.rank}",
+                kind="preempt",
+                remaining_seconds=self.settings.grace_seconds,
+                notice_id=f"signal-{self.generation}-{worker.rank}-{control.signal}",
+            )
+        if worker.news("saves_asked", control.saves_asked):
+            yield SaveAsked(node=node, generation=self.generation, rank=worker.rank)
+
+    def _observe_agreement(self, worker: Worker, echoed: list[int]) -> Iterator[Event]:
+        """Read the step before the echo: the worker writes them in the other order."""
+        control, record = worker.control, self.record
+        step, echo = control.step, control.echoed
+        if record.proposed_step is not None and echo == record.ballot and worker.news("echo", echo):
+            echoed.append(worker.rank)
+        late = step is not None and record.proposed_step is not None and step >= record.proposed_step
+        if late and echo != record.ballot and self.refused_ballot != record.ballot:
+            self.refused_ballot = record.ballot
+            yield Refused(
+                node=self.settings.node,
+                generation=self.generation,
+                ballot=record.ballot,
+                rank=worker.rank,
+                step=step or 0,
+            )
+        passed = control.passed
+        if passed is not None and worker.news("passed", passed + 1):
+            yield Passed(node=self.settings.node, generation=self.generation, step=passed, rank=worker.rank)
+
+    def _observe_slots(self, worker: Worker) -> Iterator[Event]:
+        for slot in worker.control.slots():
+            staged = slot.state is SlotState.STAGED and slot.generation == self.generation
+            if staged and worker.news(f"staged-{slot.index}", slot.step + 1):
+                yield Staged(
+                    node=self.settings.node,
+                    generation=self.generation,
+                    step=slot.step,
+                    rank=worker.rank,
+                    size_bytes=slot.size_bytes,
+                    seconds=slot.stage_seconds,
+                )
+
+    def _observe_progress(self, worker: Worker) -> Iterator[RankProgress]:
+        control = worker.control
+        step = control.step
+        free = sum(slot.state is SlotState.FREE for slot in control.slots())
+        if step is None:
+            return
+        new = worker.news("step", step + 1)
+        if worker.news("free", free + 1) or new:
+            yield RankProgress(rank=worker.rank, step=step, step_seconds=control.step_seconds, free_slots=free)
+
+    def exit_event(self, worker: Worker) -> RankExited:
+        """What is known of a worker that is gone."""
+        phase = worker.control.phase
+        verdict = {
+            WorkerPhase.FINISHED: Verdict.FINISHED,
+            WorkerPhase.REFUSED: Verdict.REFUSED,
+            WorkerPhase.UNREADABLE: Verdict.UNREADABLE,
+        }.get(phase, Verdict.NONE)
+        code = worker.exit_code
+        if code is None and phase is WorkerPhase.FINISHED:
+            code = 0
+        return RankExited(
+            node=self.settings.node,
+            generation=self.generation,
+            rank=worker.rank,
+            exit_code=code,
+            attached=worker.control.info is not None,
+            verdict=verdict,
+            ended_by_us=worker.ended_by_us,
+            evidence=processes.evidence(worker),
+        )
+
+    # -- slots -------------------------------------------------------------------------------------------
+
+    def staged_slots(self, step: int) -> Iterator[tuple[Worker, int, int]]:
+        """(worker, slot index, shard bytes) of every slot that holds this step."""
+        for worker in self.workers:
+            for slot in worker.control.slots():
+                if slot.state is SlotState.STAGED and (slot.generation, slot.step) == (self.generation, step):
+                    yield worker, slot.index, slot.size_bytes
+
+    def free(self, may_free: Callable[[int], bool], reading: Callable[[Path], bool]) -> None:
+        """Free the staged slots whose step may be freed and that nobody reads."""
+        for worker in self.workers:
+            for slot in worker.control.slots():
+                if (
+                    slot.state is SlotState.STAGED
+                    and may_free(slot.step)
+                    and not reading(worker.slot_paths[slot.index])
+                ):
+                    worker.control.free_slot(slot.index)
+
+    def remove_files(self) -> None:
+        """Remove control blocks, launch files and slots of this generation from memory."""
+        for worker in self.workers:
+            worker.control.close()
+            for path in (
+                worker.control.path,
+                worker.launch_path,
+                *(worker.slot_paths[index] for index in range(SLOTS)),
+            ):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)

@@ -1,0 +1,326 @@
+"""The per-node process: launches or adopts workers, reads their control blocks, uploads shards, obeys the supervisor.
+
+It decides nothing about the job and loads no torch. It alone holds the store's credentials. Started by a scheduler
+as `python -m orchestrator.agent` with `AgentSettings` on standard input, or by attached mode in one process with
+the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from orchestrator.agent import workers as processes
+from orchestrator.agent.actions import StoreActions
+from orchestrator.agent.client import SupervisorClient
+from orchestrator.agent.gang import LocalGang
+from orchestrator.agent.objects import object_routes, token_middleware
+from orchestrator.agent.settings import AgentSettings
+from orchestrator.agent.uploads import Uploads
+from orchestrator.agent.wire import Channel, decode
+from orchestrator.agent.workers import Worker
+from orchestrator.checkpoint.launch import Launch
+from orchestrator.checkpoint.save import ShardPlace
+from orchestrator.checkpoint.slots import SlotState
+from orchestrator.clock import Clock
+from orchestrator.core.messages import (
+    Abandon,
+    CheckpointId,
+    Commit,
+    Decide,
+    EndWorkers,
+    Event,
+    LaunchWorkers,
+    NodeJoined,
+    NoticeReceived,
+    OpenGeneration,
+    Prepare,
+    RecordEnd,
+    Settled,
+    Staged,
+    Upload,
+    Uploaded,
+    UploadFailed,
+)
+from orchestrator.errors import ConfigError, FormatError, StoreError
+from orchestrator.storage.base import ObjectStore
+
+LOOK_SECONDS_BUSY = 0.005
+LOOK_SECONDS_IDLE = 0.05
+EXIT_WAIT_SECONDS = 5.0
+ADOPT_WAIT_SECONDS = 60.0
+
+
+class Agent:
+    """One node of the job."""
+
+    def __init__(self, settings: AgentSettings, store: ObjectStore, clock: Clock) -> None:
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+        self._channel = Channel()
+        self._client = SupervisorClient(settings, self._channel, clock, self._on_frame)
+        self._actions = StoreActions(settings, store, clock)
+        self._uploads = Uploads(store, settings.workers)
+        self._gang: LocalGang | None = None
+        self._objects_token = secrets.token_urlsafe(32)
+        self._objects_url = ""
+        self._wanted: dict[int, Upload] = {}
+        self._settled: dict[int, bool] = {}
+        self._over = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, handle_signals: bool = True) -> str:
+        """Serve until dismissed; returns why it ended."""
+        self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        runner = await self._serve_objects()
+        self._post(NodeJoined(node=self._settings.node, workers=self._settings.workers, address=self._settings.address))
+        if handle_signals:
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        client = asyncio.create_task(self._client.run())
+        looking = asyncio.create_task(self._look_for_ever())
+        over = asyncio.create_task(self._over.wait())
+        try:
+            done, _ = await asyncio.wait({client, looking, over}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {over}:
+                task.result()  # a failure of ours is raised here, never swallowed
+            return client.result() if client in done else "dismissed by the supervisor"
+        finally:
+            await self._end(client, looking, over, runner)
+
+    async def _end(self, client: asyncio.Task[str], *others: Any) -> None:
+        *tasks, runner = others
+        if self._gang is not None:
+            if self._settings.attach_folder is None:
+                await self._end_gang(self._gang)
+            else:
+                self._gang.release_workers()
+        for task in (client, *tasks, *self._tasks):
+            task.cancel()
+        await asyncio.gather(client, *tasks, *self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._uploads.close)
+        await runner.cleanup()
+        shutil.rmtree(self._settings.staging, ignore_errors=True)
+
+    async def _serve_objects(self) -> web.AppRunner:
+        """Serve the store to this node's workers: they hold no credentials."""
+        app = web.Application(middlewares=[token_middleware(self._objects_token)])
+        app.add_routes(object_routes(self._store))
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self._objects_url = f"http://{host}:{port}"
+        return runner
+
+    def _post(self, event: Event) -> None:
+        self._channel.post(event)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            sys.stderr.write(f"agent {self._settings.node}: {task.exception()!r}\n")
+            self._over.set()  # a bug in the agent: the node is given up rather than left half alive
+
+    def _on_signal(self, number: int) -> None:
+        self._post(
+            NoticeReceived(
+                node=self._settings.node,
+                source=f"{signal.Signals(number).name} to the agent",
+                kind="preempt",
+                remaining_seconds=self._settings.grace_seconds,
+                notice_id=f"signal-{number}",
+            )
+        )
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    async def _look_for_ever(self) -> None:
+        next_output = 0.0
+        while True:
+            now = self._clock.monotonic()
+            self._look()
+            if now >= next_output:
+                self._copy_output()
+                next_output = now + 0.1
+            if self._abandoned_by_all(now):
+                self._over.set()
+            busy = self._gang is not None and self._gang.waiting_for_echo
+            await asyncio.sleep(LOOK_SECONDS_BUSY if busy else LOOK_SECONDS_IDLE)
+
+    def _abandoned_by_all(self, now: float) -> bool:
+        alive = self._gang is not None and self._gang.alive
+        return not alive and now - self._client.connected_seconds > self._settings.lost_after_seconds
+
+    def _look(self) -> None:
+        gang = self._gang
+        if gang is None:
+            return
+        for event in gang.observe():
+            self._post(event)
+            if isinstance(event, Staged):
+                self._start_uploads(gang, event.step)
+        gang.free(self._may_free, self._uploads.reading)
+
+    def _may_free(self, step: int) -> bool:
+        """A settled step's slot is free once a newer step is complete, or at once if it was abandoned."""
+        if step not in self._settled:
+            return False
+        return not self._settled[step] or any(step < newer for newer in self._wanted)
+
+    def _copy_output(self) -> None:
+        if not self._settings.echo_output or self._gang is None:
+            return
+        for worker in self._gang.workers:
+            for line in processes.new_output(worker).splitlines():
+                sys.stdout.write(f"[{worker.rank}] {line}\n")
+        sys.stdout.flush()
+
+    # -- the supervisor's actions ------------------------------------------------------------------------
+
+    def _on_frame(self, frame: dict[str, Any]) -> None:
+        if frame.get("type") == "dismiss":
+            self._over.set()
+            return
+        self._on_action(decode(frame))
+
+    def _on_action(self, action: Any) -> None:
+        match action:
+            case OpenGeneration():
+                self._spawn(self._report(self._actions.open_generation(action)))
+            case Commit():
+                self._spawn(self._report(self._actions.commit(action)))
+            case Abandon():
+                self._spawn(self._report(self._actions.abandon(action)))
+            case RecordEnd():
+                self._spawn(self._report(self._actions.record_end(action)))
+            case LaunchWorkers():
+                self._spawn(self._launch(action))
+            case Prepare() | Decide() | EndWorkers() | Upload() | Settled():
+                self._on_gang_action(action)
+            case _:
+                sys.stderr.write(f"agent {self._settings.node}: ignored {type(action).__name__}\n")
+
+    def _on_gang_action(self, action: Prepare | Decide | EndWorkers | Upload | Settled) -> None:
+        """Actions of any other generation than the present one are ignored."""
+        gang = self._gang
+        if gang is None or gang.generation != action.generation:
+            return
+        match action:
+            case Prepare():
+                gang.prepare(action)
+            case Decide():
+                remaining = action.remaining_seconds
+                gang.decide(action, None if remaining is None else self._clock.monotonic() + remaining)
+            case EndWorkers():
+                gang.end()
+            case Upload():
+                self._wanted[action.step] = action
+                self._start_uploads(gang, action.step)
+            case Settled():
+                self._settled[action.step] = action.committed
+                gang.settled(action)
+        self._look()
+
+    async def _report(self, work: Coroutine[Any, Any, Event]) -> None:
+        self._post(await work)
+
+    async def _launch(self, action: LaunchWorkers) -> None:
+        if self._gang is not None:
+            if self._gang.generation >= action.generation:
+                return
+            await self._end_gang(self._gang)
+            self._gang.remove_files()
+        self._wanted, self._settled = {}, {}
+        gang = LocalGang(self._settings, action, self._objects_url, self._objects_token)
+        self._gang = gang
+        if self._settings.attach_folder is None:
+            gang.launch(os.environ, self._on_worker_exit)
+        else:
+            await self._adopt(gang, self._settings.attach_folder)
+
+    async def _adopt(self, gang: LocalGang, folder: Path) -> None:
+        """Wait until each worker has written its pid, then give it its launch file."""
+        until = self._clock.monotonic() + ADOPT_WAIT_SECONDS
+        for worker in gang.workers:
+            pid_path = folder / f"worker-{worker.rank:05d}.pid"
+            while not pid_path.exists():
+                if self._clock.monotonic() > until:
+                    raise ConfigError(f"rank {worker.rank} did not call attach within {ADOPT_WAIT_SECONDS:.0f} s")
+                await asyncio.sleep(0.02)
+            processes.adopt(worker, int(pid_path.read_text()), self._on_worker_exit)
+            Launch.read(worker.launch_path).write(folder / f"launch-{worker.rank:05d}.json")
+
+    async def _end_gang(self, gang: LocalGang) -> None:
+        gang.end()
+        until = self._clock.monotonic() + EXIT_WAIT_SECONDS
+        while gang.alive and self._clock.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _on_worker_exit(self, worker: Worker) -> None:
+        gang = self._gang
+        if gang is None or worker not in gang.workers:
+            return
+        self._look()  # what it staged and published before it went comes first
+        self._copy_output()
+        for slot in worker.control.slots():
+            if slot.state is SlotState.WRITING:
+                worker.control.free_slot(slot.index)
+        self._post(gang.exit_event(worker))
+
+    # -- uploads -----------------------------------------------------------------------------------------
+
+    def _start_uploads(self, gang: LocalGang, step: int) -> None:
+        action = self._wanted.get(step)
+        if action is None:
+            return
+        for worker, index, size_bytes in gang.staged_slots(step):
+            if worker.news(f"upload-{step}", 1):
+                place = ShardPlace(
+                    job=self._settings.job,
+                    checkpoint=CheckpointId(generation=gang.generation, step=step),
+                    rank=worker.rank,
+                    world_size=action.world_size,
+                    absent=action.absent,
+                )
+                self._spawn(self._upload(place, worker.slot_paths[index], size_bytes))
+
+    async def _upload(self, place: ShardPlace, path: Path, size_bytes: int) -> None:
+        node = self._settings.node
+        generation, step = place.checkpoint.generation, place.checkpoint.step
+        try:
+            seconds = await self._uploads.upload(place, path, size_bytes)
+        except (StoreError, FormatError, OSError) as error:
+            failed = UploadFailed(node=node, generation=generation, step=step, rank=place.rank, reason=str(error))
+            self._post(failed)
+            return
+        self._post(
+            Uploaded(
+                node=node, generation=generation, step=step, rank=place.rank, size_bytes=size_bytes, seconds=seconds
+            )
+        )
+
+
+async def run_agent(settings: AgentSettings, store: ObjectStore, clock: Clock) -> int:
+    """Run one agent to its end; its exit status."""
+    reason = await Agent(settings, store, clock).run()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stderr.write("" if reason == "dismissed by the supervisor" else f"agent {settings.node}: {reason}\n")
+    return 0

@@ -1,0 +1,39 @@
+"""What a node's agent is told when it starts: JSON on standard input, because it holds the token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+
+class AgentSettings(BaseModel):
+    """One node's part of a job."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: str
+    node: str
+    workers: int
+    command: tuple[str, ...]
+    store: str
+    """URL of the job's folder."""
+    owner: str
+    claimant: str
+    take_over: bool = False
+    supervisor_url: str
+    token: str
+    address: str = "127.0.0.1"
+    """Where other nodes reach this one; workers rendezvous there."""
+    staging: Path
+    """Folder in memory for this node's control blocks and slots; made with mode 0700, removed at the end."""
+    logs: Path
+    """Folder for the workers' output."""
+    echo_output: bool = True
+    """Copy the workers' output to the agent's standard output, with the rank in front."""
+    grace_seconds: float = 30.0
+    """Time that a signal leaves, where its sender does not say."""
+    attach_folder: Path | None = None
+    """Attached mode: where workers that somebody else started announce themselves."""
+    lost_after_seconds: float = 600.0
+    """Without workers and without supervisor for that long, the agent ends."""

@@ -1,0 +1,63 @@
+"""A node's uploads: staged shards to the store, in threads of low priority, never two for one shard.
+
+Used by `agent.node` only. The slot is read while it is staged and is not freed before the upload has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from orchestrator.checkpoint.save import ShardPlace, upload_shard
+from orchestrator.storage.base import ObjectStore
+from orchestrator.telemetry import reached
+
+UPLOAD_NICE = 19  # uploads share the machine with training
+
+
+class Uploads:
+    """Runs uploads and knows which slots are being read."""
+
+    def __init__(self, store: ObjectStore, threads: int) -> None:
+        self._store = store
+        self._reading: set[Path] = set()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="upload", initializer=_lower_priority)
+
+    def reading(self, path: Path) -> bool:
+        """Whether an upload still reads this slot."""
+        return path in self._reading
+
+    async def upload(self, place: ShardPlace, path: Path, size_bytes: int) -> float:
+        """Upload one staged shard and write its receipt; seconds taken. Raises StoreError, FormatError."""
+        self._reading.add(path)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._upload, place, path, size_bytes)
+        finally:
+            self._reading.discard(path)
+
+    def _upload(self, place: ShardPlace, path: Path, size_bytes: int) -> float:
+        where = {"rank": place.rank, "step": place.checkpoint.step}
+        reached("before-shard-upload", **where)
+        started = time.monotonic()
+        with path.open("rb") as file, mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ) as memory:
+            view = memoryview(memory)
+            try:
+                upload_shard(self._store, place, view, before_receipt=lambda: reached("after-shard-upload", **where))
+            finally:
+                view.release()
+        reached("after-receipt", **where)
+        return time.monotonic() - started
+
+    def close(self) -> None:
+        """Wait for running uploads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _lower_priority() -> None:
+    """Nice applies to this thread alone on Linux."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), UPLOAD_NICE)

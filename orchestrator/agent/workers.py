@@ -1,0 +1,125 @@
+"""A node's worker processes: launch or adopt them, notice their exit, end them, keep their last words.
+
+Used by `agent.node` only. An exit is what the kernel says through a pidfd; nothing is inferred from silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.agent import exec_worker
+from orchestrator.checkpoint.slots import ControlBlock
+
+EVIDENCE_BYTES = 16384
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """One rank's process and its shared memory."""
+
+    rank: int
+    local_rank: int
+    control: ControlBlock
+    slot_paths: tuple[Path, Path]
+    launch_path: Path
+    log_path: Path | None = None
+    pid: int = 0
+    pidfd: int = -1
+    process: subprocess.Popen[bytes] | None = None
+    ended_by_us: bool = False
+    exited: bool = False
+    exit_code: int | None = None
+    log_position: int = 0
+    reported: dict[str, int] = field(default_factory=dict)
+    """The last value of each control word that was reported, so that each is reported once."""
+
+    def news(self, what: str, value: int) -> bool:
+        """True if the value differs from the one reported before; remembers it."""
+        if self.reported.get(what, 0) == value:
+            return False
+        self.reported[what] = value
+        return True
+
+
+def launch(
+    worker: Worker, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[Worker], None]
+) -> None:
+    """Start the user's command for one rank; its output goes to its log file."""
+    assert worker.log_path is not None
+    worker.log_path.parent.mkdir(parents=True, exist_ok=True)
+    with worker.log_path.open("ab") as log:
+        worker.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+        )
+    adopt(worker, worker.process.pid, on_exit)
+
+
+def adopt(worker: Worker, pid: int, on_exit: Callable[[Worker], None]) -> None:
+    """Watch a process; for one that is not our child the exit status stays unknown."""
+    worker.pid = pid
+    try:
+        worker.pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        worker.exited = True
+        on_exit(worker)
+        return
+    asyncio.get_running_loop().add_reader(worker.pidfd, _gone, worker, on_exit)
+
+
+def _gone(worker: Worker, on_exit: Callable[[Worker], None]) -> None:
+    asyncio.get_running_loop().remove_reader(worker.pidfd)
+    os.close(worker.pidfd)
+    worker.pidfd = -1
+    if worker.process is not None:
+        worker.exit_code = worker.process.wait()
+    worker.exited = True
+    on_exit(worker)
+
+
+def end(worker: Worker) -> None:
+    """SIGKILL, to the worker and everything in its process group. Its exit is reported when the kernel confirms it."""
+    if worker.exited or worker.process is None:
+        return
+    worker.ended_by_us = True
+    if worker.pidfd >= 0:
+        signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
+
+
+def evidence(worker: Worker) -> str:
+    """The end of the worker's output: a traceback, if it left one."""
+    if worker.log_path is None:
+        return ""
+    try:
+        with worker.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - EVIDENCE_BYTES))
+            return log.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def new_output(worker: Worker) -> str:
+    """Whole lines that the worker has printed since the last call."""
+    if worker.log_path is None:
+        return ""
+    with contextlib.suppress(FileNotFoundError), worker.log_path.open("rb") as log:
+        log.seek(worker.log_position)
+        data = log.read(1 << 20)
+        cut = data.rfind(b"\n") + 1
+        worker.log_position += cut
+        return data[:cut].decode(errors="replace")
+    return ""

@@ -1,0 +1,50 @@
+"""What an agent tells a worker at its start: one small JSON file (0600), named by ORCHESTRATOR_LAUNCH.
+
+Written by `agent.launching`, read by `training.session`. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from orchestrator.core.messages import CheckpointId
+
+LAUNCH_VARIABLE = "ORCHESTRATOR_LAUNCH"
+
+
+class Launch(BaseModel):
+    """One worker's place in the generation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: str
+    generation: int
+    rank: int
+    world_size: int
+    local_world_size: int
+    base: CheckpointId | None
+    control_path: Path
+    slot_paths: tuple[Path, Path]
+    objects_url: str
+    token: str
+    attached: bool
+    decision_wait_seconds: float = 10.0
+    """How long a worker waits at a proposed step for the decision before it goes on without staging."""
+    slot_wait_seconds: float = 60.0
+    """How long a worker waits at a decided step for a free slot."""
+
+    def write(self, path: Path) -> None:
+        """Write the file in one go: temporary name, then rename."""
+        draft = path.with_suffix(".draft")
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(self.model_dump_json())
+        draft.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Launch:
+        """Read the file."""
+        return cls.model_validate_json(path.read_text())

@@ -1,0 +1,148 @@
+"""A job's configuration: one model for flags and `orchestrator.toml`. All problems are reported at once, with paths.
+
+Values given on the command line beat the file; nothing is read from the environment here.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from orchestrator.core.states import JobSpec
+from orchestrator.errors import ConfigError
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?\Z")
+
+
+class JobConfig(BaseModel):
+    """What `orchestrator run` needs to know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: str
+    """The job's name: lower-case letters, digits, '.', '_' and '-', at most 63. Its folder in the store has this name."""
+    store: str
+    """URL or path of the folder that holds the jobs' folders."""
+    command: tuple[str, ...] = ()
+    """The training command, as given after `--`."""
+    scheduler: str = "local"
+    """Where nodes come from. This release: local (nodes are process groups on this machine)."""
+    nodes: str = "1"
+    """MIN:MAX or one number: with fewer than MIN nodes the job waits, more than MAX it does not ask for."""
+    workers_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Training processes per node, usually one per GPU."""
+    save_every: Annotated[int, Field(ge=0)] = 1000
+    """Steps between periodic checkpoints; 0: only on notice, on request and at the end."""
+    grace_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    """Seconds that a signal leaves where its sender does not say (30: what most clouds give at least)."""
+    max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Failures without a new checkpoint in between before the job stops. Preemptions never count."""
+    gather_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    """How long the first start waits for more than MIN nodes."""
+    reform_seconds: Annotated[float, Field(ge=0, le=86400)] = 2.0
+    """How long a restart waits for replacements that are about to come."""
+    replacement_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
+    """Local scheduler: how long a replacement for a lost node takes to come (rehearsals)."""
+    staging: str = "/dev/shm"
+    """Folder in memory for staged shards."""
+
+    @field_validator("job")
+    @classmethod
+    def _valid_name(cls, value: str) -> str:
+        if not _NAME.match(value):
+            raise ValueError(
+                "use 1 to 63 lower-case letters, digits, '.', '_' and '-', beginning and ending with one of the first two"
+            )
+        return value
+
+    @field_validator("scheduler")
+    @classmethod
+    def _known_scheduler(cls, value: str) -> str:
+        if value != "local":
+            raise ValueError(f"this release knows the scheduler 'local' only, not {value!r}")
+        return value
+
+    @field_validator("nodes")
+    @classmethod
+    def _valid_nodes(cls, value: str) -> str:
+        low, high = parse_nodes(value)
+        if not 1 <= low <= high <= 4096:
+            raise ValueError(f"needs 1 <= MIN <= MAX <= 4096, got {low}:{high}")
+        return value
+
+    @field_validator("store")
+    @classmethod
+    def _some_store(cls, value: str) -> str:
+        if not value:
+            raise ValueError("a folder or URL is needed")
+        return value
+
+    @model_validator(mode="after")
+    def _has_command(self) -> JobConfig:
+        if not self.command:
+            raise ValueError("command: nothing to run; give it after --, or as a list in the file")
+        return self
+
+    @property
+    def nodes_min(self) -> int:
+        """Smallest number of nodes."""
+        return parse_nodes(self.nodes)[0]
+
+    @property
+    def nodes_max(self) -> int:
+        """Largest number of nodes."""
+        return parse_nodes(self.nodes)[1]
+
+    def spec(self) -> JobSpec:
+        """What the core needs of it."""
+        return JobSpec(
+            name=self.job,
+            nodes_min=self.nodes_min,
+            nodes_max=self.nodes_max,
+            workers_per_node=self.workers_per_node,
+            save_every_steps=self.save_every,
+            failures_max=self.max_failures,
+            gather_seconds=self.gather_seconds,
+            reform_seconds=self.reform_seconds,
+        )
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """(MIN, MAX) of "MIN:MAX" or "N". Raises ValueError."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(f"expected MIN:MAX or one number, got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def load_config(path: Path | None, overrides: Mapping[str, Any]) -> JobConfig:
+    """The file's values (if there is a file) under the given ones. Raises ConfigError with every problem."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return JobConfig.model_validate(values)
+    except ValidationError as error:
+        source = f"{path}: " if path is not None else ""
+        raise ConfigError(*(f"{source}{_describe(problem)}" for problem in error.errors())) from error
+
+
+def _describe(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: there is no such setting"
+    if problem["type"] == "missing":
+        return f"{where}: is missing"
+    return f"{where}: {text}" if where else text

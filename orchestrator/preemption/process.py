@@ -1,0 +1,33 @@
+"""Signals as notices: the handler records the number and returns; whoever looks at the record acts.
+
+Installed in workers by `training.session`. Nothing is saved inside a handler.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def record_signals(record: Callable[[int], None]) -> None:
+    """Call `record(number)` when this process gets one of NOTICE_SIGNALS; main thread only.
+
+    A handler that the script installed before is called after ours. Children made by fork (DataLoader workers)
+    inherit the handler: in them it does nothing, so that a signal to the whole group does not end them early.
+    """
+    process = os.getpid()
+    for number in NOTICE_SIGNALS:
+        earlier = signal.getsignal(number)
+
+        def handler(number: int, frame: FrameType | None, earlier: object = earlier) -> None:
+            if os.getpid() != process:
+                return
+            record(number)
+            if callable(earlier) and earlier is not signal.default_int_handler:
+                earlier(number, frame)
+
+        signal.signal(number, handler)

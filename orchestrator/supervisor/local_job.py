@@ -1,0 +1,94 @@
+"""A job on this machine, put together: state folder, scheduler, supervisor, event log. Used by `run` and `demo`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.agent.settings import AgentSettings
+from orchestrator.clock import SystemClock
+from orchestrator.config import JobConfig
+from orchestrator.core.messages import Finish
+from orchestrator.schedulers.local import AGENT_COMMAND, LocalScheduler
+from orchestrator.supervisor.loop import Supervisor
+from orchestrator.supervisor.state_folder import StateFolder
+from orchestrator.telemetry import EventLog, Sink, json_lines_sink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalJobOptions:
+    """What a caller may choose beyond the configuration."""
+
+    job_url: str
+    take_over: bool = False
+    echo_output: bool = True
+    sinks: tuple[Sink, ...] = ()
+    agent_command: Sequence[str] = AGENT_COMMAND
+
+
+class LocalJob:
+    """One run of a job on this machine. `acquire` first: it proves that no other supervisor runs it here."""
+
+    def __init__(self, config: JobConfig, options: LocalJobOptions) -> None:
+        self._config = config
+        self._options = options
+        self.state = StateFolder(config.job, options.job_url)
+        self._token = secrets.token_urlsafe(32)
+        self._claimant = secrets.token_hex(8)
+        self.supervisor: Supervisor | None = None
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the workers' output."""
+        return self.state.path / "logs"
+
+    @property
+    def staging(self) -> Path:
+        """Folder in memory for this job's nodes."""
+        return Path(self._config.staging) / f"orchestrator-{os.getuid()}" / self.state.path.name
+
+    def acquire(self) -> None:
+        """Lock the job on this machine. Raises FencedError if it runs here already."""
+        self.state.acquire()
+
+    async def run(self) -> Finish:
+        """Run to the end; everything that was started is gone when this returns."""
+        config, options = self._config, self._options
+        owner = self.state.owner()
+
+        def settings_of(node: str, url: str, token: str, staging: Path) -> str:
+            return AgentSettings(
+                job=config.job,
+                node=node,
+                workers=config.workers_per_node,
+                command=config.command,
+                store=options.job_url,
+                owner=owner,
+                claimant=self._claimant,
+                take_over=options.take_over,
+                supervisor_url=url,
+                token=token,
+                staging=staging,
+                logs=self.logs,
+                echo_output=options.echo_output,
+                grace_seconds=config.grace_seconds,
+            ).model_dump_json()
+
+        scheduler = LocalScheduler(
+            settings_of=settings_of,
+            staging=self.staging,
+            state_file=self.state.path / "nodes.json",
+            replacement_seconds=config.replacement_seconds,
+            agent_command=options.agent_command,
+        )
+        log = EventLog(json_lines_sink(self.state.path / "events.jsonl"), *options.sinks)
+        supervisor = Supervisor(config.spec(), scheduler, SystemClock(), log, self._token)
+        self.supervisor = supervisor
+        supervisor.on_listening = lambda url: self.state.publish(url, self._token)
+        try:
+            return await supervisor.run()
+        finally:
+            self.state.release()

@@ -1,0 +1,163 @@
+"""The supervisor: feeds events to `core.job.step` and performs the actions that come back.
+
+One per job. It holds no store and no state that it could not rebuild. Run by `cli.run` (local), `cli.demo` and
+attached mode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.clock import Clock
+from orchestrator.core.job import Job, JobSpec, new_job, step
+from orchestrator.core.messages import (
+    Action,
+    Event,
+    Finish,
+    NodeLost,
+    Note,
+    ReleaseNode,
+    Request,
+    Requested,
+    RequestNodes,
+    Tick,
+)
+from orchestrator.schedulers.base import Scheduler
+from orchestrator.supervisor.server import SupervisorServer
+from orchestrator.telemetry import EventLog, EventRecord
+
+TICK_SECONDS = 0.1
+DELIVER_SECONDS = 2.0
+
+
+class Supervisor:
+    """Runs one job to its end."""
+
+    def __init__(self, spec: JobSpec, scheduler: Scheduler, clock: Clock, log: EventLog, token: str) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._log = log
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._finish: Finish | None = None
+        self.job: Job = new_job(spec, clock.monotonic())
+        self.server = SupervisorServer(self, token)
+        self.on_listening: Callable[[str], None] = lambda url: None
+        """Called with the server's URL before the first node is asked for."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Where the nodes come from."""
+        return self._scheduler
+
+    def submit(self, event: Event) -> None:
+        """Take in an event from an agent, the API or the scheduler; handled in order."""
+        self._queue.put_nowait(event)
+
+    def drain(self, by: str) -> None:
+        """Save, then end, resumable."""
+        self.submit(Requested(request=Request.DRAIN, by=by))
+
+    async def run(self) -> Finish:
+        """Serve until the job is over for this supervisor; nodes are given back before it returns."""
+        url = await self.server.start()
+        self.on_listening(url)
+        ticking = asyncio.create_task(self._tick_for_ever())
+        try:
+            await self._scheduler.start(url, self.server.token, self._on_lost)
+            self.submit(Tick())
+            while self._finish is None:
+                self._handle(await self._queue.get())
+            return self._finish
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+            await self.server.deliver(DELIVER_SECONDS)
+            await self._scheduler.stop()
+            await self.server.stop()
+
+    def _on_lost(self, node: str, reason: str) -> None:
+        self.submit(NodeLost(node=node, reason=reason))
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            if self._queue.empty():
+                self.submit(Tick())
+
+    def _handle(self, event: Event) -> None:
+        self.job, actions = step(self.job, event, self._clock.monotonic())
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case RequestNodes():
+                self._scheduler.request(action.count)
+            case ReleaseNode():
+                self.server.dismiss(action.node)
+                self._scheduler.release(action.node)
+            case Note():
+                self._emit(action)
+            case Finish():
+                self._finish = action
+            case _:
+                self.server.send(action.node, action)
+
+    def _emit(self, note: Note) -> None:
+        record = EventRecord(
+            wall_seconds=self._clock.wall(),
+            monotonic_seconds=self._clock.monotonic(),
+            job=self.job.spec.name,
+            kind=note.kind,
+            reason=note.reason,
+            node=note.node,
+            generation=note.generation,
+            step=note.step,
+            rank=note.rank,
+            facts=dict(note.facts),
+        )
+        self.server.count(record)
+        self._log.emit(record)
+
+    def status(self) -> dict[str, Any]:
+        """What is going on, for people and programs."""
+        return describe(self.job, self._clock.monotonic(), {node.node: node.pid for node in self._scheduler.nodes()})
+
+
+def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[str, Any]:
+    """The job as JSON. Pure."""
+    committed = job.newest_committed
+    age = None if job.committed_at_seconds is None else now_seconds - job.committed_at_seconds
+    progress = job.highest_step / job.until if job.until else None
+    eta = None if job.until is None else (job.until - job.highest_step) * job.step_seconds
+    return {
+        "job": job.spec.name,
+        "phase": str(job.phase),
+        "generation": job.gang.generation if job.gang else None,
+        "world_size": job.gang.world_size if job.gang else 0,
+        "step": job.highest_step,
+        "until": job.until,
+        "progress": progress,
+        "eta_seconds": eta,
+        "step_seconds": job.step_seconds if job.highest_step else None,
+        "newest_committed": str(committed) if committed else None,
+        "newest_committed_step": committed.step if committed else None,
+        "commit_age_seconds": age,
+        "failures": job.failures,
+        "nodes": [
+            {
+                "node": node.name,
+                "agent_pid": pids.get(node.name),
+                "going": node.going,
+                "seconds_left": None if node.deadline_seconds is None else node.deadline_seconds - now_seconds,
+                "ranks": list(job.gang.ranks_of(node.name)) if job.gang else [],
+            }
+            for node in job.nodes.values()
+        ],
+        "ranks": [
+            {"rank": rank, "pid": state.pid, "step": state.step, "step_seconds": state.step_seconds}
+            for rank, state in sorted(job.ranks.items())
+        ],
+    }

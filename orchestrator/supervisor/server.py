@@ -1,0 +1,173 @@
+"""The supervisor's port: agents by WebSocket, verbs and metrics by HTTP. Every request needs the token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import WSMsgType, web
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from orchestrator.agent.client import send_frames
+from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel, decode
+from orchestrator.core.messages import Action, NoticeReceived, Request, Requested
+from orchestrator.errors import ConfigError, ProtocolError
+from orchestrator.telemetry import EventRecord
+
+if TYPE_CHECKING:
+    from orchestrator.supervisor.loop import Supervisor
+
+
+class SupervisorServer:
+    """Listens on loopback; keeps one channel per node for as long as the node lives."""
+
+    def __init__(self, supervisor: Supervisor, token: str) -> None:
+        self._supervisor = supervisor
+        self.token = token
+        self._channels: dict[str, Channel] = {}
+        self._sockets: dict[str, web.WebSocketResponse] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        self.registry = CollectorRegistry()
+        self._events = Counter("orchestrator_events", "Events by kind", ["job", "kind"], registry=self.registry)
+        self._step = Gauge("orchestrator_step", "Highest completed step", ["job"], registry=self.registry)
+        self._world = Gauge(
+            "orchestrator_world_size", "Ranks of the present generation", ["job"], registry=self.registry
+        )
+        self._age = Gauge(
+            "orchestrator_commit_age_seconds", "Age of the newest committed checkpoint", ["job"], registry=self.registry
+        )
+
+    async def start(self) -> str:
+        """Listen; returns the URL."""
+        app = web.Application(middlewares=[self._authorized])
+        app.add_routes(
+            [
+                web.get("/agent", self._agent),
+                web.get("/status", self._status),
+                web.get("/metrics", self._metrics),
+                web.post("/requests", self._request),
+                web.post("/notices", self._notice),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        for socket in list(self._sockets.values()):
+            await socket.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def deliver(self, seconds: float) -> None:
+        """Wait, for a limited time, until every connected agent has left (they were dismissed)."""
+        until = asyncio.get_running_loop().time() + seconds
+        while self._sockets and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            return web.json_response({"error": "the token is missing or wrong"}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    # -- agents ------------------------------------------------------------------------------------------
+
+    def send(self, node: str, action: Action) -> None:
+        """Queue an action for a node; it is delivered when the node is connected."""
+        self._channel(node).post(action)
+
+    def dismiss(self, node: str) -> None:
+        """Tell a node's agent to end."""
+        self._channel(node).post_dismissal()
+
+    def _channel(self, node: str) -> Channel:
+        return self._channels.setdefault(node, Channel())
+
+    async def _agent(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(heartbeat=10, max_msg_size=FRAME_BYTES_MAX)
+        await socket.prepare(request)
+        hello = json.loads(await socket.receive_str(timeout=10))
+        node = str(hello["node"])
+        channel = self._channels.get(node)
+        received = int(hello["received"])
+        if channel is None and received > 0:
+            await socket.send_json({"refused": "this supervisor is a new one and does not know the node"})
+            return socket
+        channel = self._channel(node)
+        await socket.send_json({"received": channel.received})
+        channel.reconnect(received)
+        self._sockets[node] = socket
+        sender = asyncio.create_task(send_frames(channel, socket))
+        try:
+            async for frame in socket:
+                if frame.type is not WSMsgType.TEXT:
+                    raise ProtocolError(f"unexpected frame {frame.type}")
+                taken = channel.take(frame.data)
+                if taken is not None:
+                    self._supervisor.submit(decode(taken))
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            if self._sockets.get(node) is socket:
+                del self._sockets[node]
+        return socket
+
+    # -- verbs -------------------------------------------------------------------------------------------
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return web.json_response(self._supervisor.status())
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        status = self._supervisor.status()
+        self._step.labels(status["job"]).set(status["step"])
+        self._world.labels(status["job"]).set(status["world_size"])
+        if status["commit_age_seconds"] is not None:
+            self._age.labels(status["job"]).set(status["commit_age_seconds"])
+        return web.Response(body=generate_latest(self.registry), content_type="text/plain")
+
+    def count(self, record: EventRecord) -> None:
+        """Count an event."""
+        self._events.labels(record.job, record.kind).inc()
+
+    async def _request(self, request: web.Request) -> web.Response:
+        try:
+            body = await request.json()
+            what = Request(body["request"])
+            nodes = body.get("nodes")
+            if (what is Request.RESIZE) != (isinstance(nodes, int) and 1 <= nodes <= 4096):
+                raise ValueError("resize takes a number of nodes from 1 to 4096, other requests take none")
+            by = str(body.get("by", "a request"))[:200]
+        except (ValueError, KeyError, TypeError) as error:
+            return web.json_response({"error": f"not a request: {error}"}, status=400)
+        self._supervisor.submit(Requested(request=what, by=by, nodes=nodes))
+        return web.json_response({"accepted": str(what)})
+
+    async def _notice(self, request: web.Request) -> web.Response:
+        """A rehearsed notice; at its deadline the node is really taken away."""
+        try:
+            body = await request.json()
+            node, seconds = str(body["node"]), float(body["seconds"])
+        except (ValueError, KeyError, TypeError) as error:
+            return web.json_response({"error": f"not a notice: {error}"}, status=400)
+        known = [info.node for info in self._supervisor.scheduler.nodes()]
+        if node not in known or not 0 <= seconds <= 86400:
+            return web.json_response({"error": f"node must be one of {known}, seconds 0 to 86400"}, status=400)
+        try:
+            self._supervisor.scheduler.lose(node, seconds)
+        except ConfigError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        notice_id = f"drill-{asyncio.get_running_loop().time()}"
+        self._supervisor.submit(
+            NoticeReceived(node=node, source="drill", kind="preempt", remaining_seconds=seconds, notice_id=notice_id)
+        )
+        return web.json_response({"accepted": node})

@@ -1,0 +1,106 @@
+"""The job's folder on this host: `~/.local/state/orchestrator/<job>-<hash of its URL>/` (mode 0700).
+
+A lock proves that one supervisor at most runs here; `owner` may start the job again; `supervisor.json` (0600) tells
+verbs the address and token of the running supervisor.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from orchestrator.errors import FencedError, SupervisorError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorAddress:
+    """How to reach a running supervisor."""
+
+    job: str
+    url: str
+    token: str
+    pid: int
+
+
+class StateFolder:
+    """One job's state on this host."""
+
+    def __init__(self, job: str, job_url: str) -> None:
+        digest = hashlib.sha256(job_url.encode()).hexdigest()[:8]
+        self.job = job
+        self.path = state_root() / f"{job}-{digest}"
+        self._lock: IO[bytes] | None = None
+
+    def acquire(self) -> None:
+        """Take the lock. Raises FencedError if a supervisor of this job runs on this host already."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (self.path / "lock").open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise FencedError(
+                f"the job {self.job!r} is already running on this machine (its lock is {self.path / 'lock'})"
+            ) from error
+        self._lock = lock
+
+    def release(self) -> None:
+        """Give the lock back."""
+        (self.path / "supervisor.json").unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def owner(self) -> str:
+        """The owner id, made at the first call: the same for every start of this job from this host and user."""
+        path = self.path / "owner"
+        try:
+            return path.read_text().strip()
+        except FileNotFoundError:
+            owner = f"local-{secrets.token_hex(8)}"
+            _write_private(path, owner)
+            return owner
+
+    def publish(self, url: str, token: str) -> None:
+        """Let verbs find the supervisor."""
+        body = {"job": self.job, "url": url, "token": token, "pid": os.getpid()}
+        _write_private(self.path / "supervisor.json", json.dumps(body))
+
+
+def state_root() -> Path:
+    """Where the jobs' state folders are (XDG_STATE_HOME is honoured)."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "orchestrator"
+
+
+def find_supervisor(job: str) -> SupervisorAddress:
+    """The running supervisor of a job on this host. Raises SupervisorError with what to do."""
+    found = []
+    for path in sorted(state_root().glob("*/supervisor.json")):
+        try:
+            body = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if body["job"] == job and Path(f"/proc/{body['pid']}").exists():
+            found.append(SupervisorAddress(job=job, url=body["url"], token=body["token"], pid=body["pid"]))
+    if not found:
+        raise SupervisorError(f"no supervisor of a job {job!r} runs on this machine; `orchestrator run` starts one")
+    if len(found) > 1:
+        raise SupervisorError(
+            f"{len(found)} jobs on this machine are called {job!r}, in different stores: give them other names"
+        )
+    return found[0]
+
+
+def _write_private(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + ".draft")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    draft.rename(path)

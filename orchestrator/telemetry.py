@@ -1,0 +1,100 @@
+"""What happened, as typed records: one JSON line each, and a line for people. Also the named points for rehearsals.
+
+Sinks are plain callables, so that the supervisor, the demo and tests can listen. No prometheus here: counters are
+kept by `supervisor.server` from the same records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventRecord:
+    """One event of a job's life."""
+
+    wall_seconds: float
+    monotonic_seconds: float
+    job: str
+    kind: str
+    reason: str
+    node: str | None = None
+    generation: int | None = None
+    step: int | None = None
+    rank: int | None = None
+    facts: Mapping[str, Value] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields for JSON; those that do not apply are left out."""
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in plain.items() if value is not None and value != {}}
+
+    def line(self, start_seconds: float) -> str:
+        """One line for people: when, where, what, why."""
+        where = " ".join(
+            part
+            for part in (
+                f"g{self.generation}" if self.generation is not None else "",
+                f"step {self.step}" if self.step is not None else "",
+                self.node or "",
+            )
+            if part
+        )
+        return f"{self.monotonic_seconds - start_seconds:8.2f} s  {self.kind:<18} {where:<22} {self.reason}"
+
+
+Sink = Callable[[EventRecord], None]
+
+
+class EventLog:
+    """Hands every record to every sink, in order."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = list(sinks)
+
+    def emit(self, record: EventRecord) -> None:
+        """Record one event."""
+        for sink in self._sinks:
+            sink(record)
+
+
+def json_lines_sink(path: Path) -> Sink:
+    """Append each record as one JSON line; each line is flushed, so a crash loses none."""
+    stream = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(record: EventRecord) -> None:
+        stream.write(json.dumps(record.as_dict(), separators=(",", ":")) + "\n")
+
+    return write
+
+
+def text_sink(stream: TextIO, start_seconds: float) -> Sink:
+    """One line for people for each record."""
+
+    def write(record: EventRecord) -> None:
+        stream.write(record.line(start_seconds) + "\n")
+        stream.flush()
+
+    return write
+
+
+PointHook = Callable[[str, Mapping[str, int]], None]
+_point_hook: PointHook | None = None
+
+
+def set_point_hook(hook: PointHook | None) -> None:
+    """Let `orchestrator.testing.faults` act at named points of this process; None takes it away."""
+    global _point_hook  # noqa: PLW0603 (one hook for the process is the point)
+    _point_hook = hook
+
+
+def reached(point: str, **where: int) -> None:
+    """A named point was reached, for instance `reached("after-shard-upload", rank=1, step=40)`."""
+    if _point_hook is not None:
+        _point_hook(point, where)

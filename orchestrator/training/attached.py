@@ -1,0 +1,99 @@
+"""Attached mode: a script that nobody supervises starts a supervisor and an agent on its own machine.
+
+Rank 0 starts them in a session of their own; the other ranks find them through a folder in memory. The agent adopts
+the workers and never restarts them. One machine; started by plain python or torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from orchestrator.checkpoint.launch import Launch
+from orchestrator.errors import ConfigError, FencedError, OrchestratorError, SupervisorError
+
+START_SECONDS_MAX = 60.0
+DIE_WITH: dict[int, type[OrchestratorError]] = {2: ConfigError, 3: FencedError}
+
+
+def start(*, store: str, job: str, save_every: int) -> Launch:
+    """Start what is missing and wait for this rank's launch file. Raises ConfigError, FencedError, SupervisorError."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    if local != world_size:
+        raise ConfigError(
+            f"{world_size} ranks on several machines need a supervisor: start the job with `orchestrator run`"
+        )
+    folder = _meeting_folder(world_size)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if rank == 0:
+        _start_supervisor(folder, store=store, job=_valid_name(job), save_every=save_every, world_size=world_size)
+    pid_path = folder / f"worker-{rank:05d}.pid"
+    draft = pid_path.with_suffix(".draft")
+    draft.write_text(str(os.getpid()))
+    draft.rename(pid_path)
+    return _wait_for_launch(folder, rank)
+
+
+def _meeting_folder(world_size: int) -> Path:
+    """The same for all ranks of one start, and for no other start."""
+    memory = Path("/dev/shm")
+    base = memory if memory.is_dir() else Path("/tmp")
+    if world_size == 1:
+        name = f"pid-{os.getpid()}"
+    else:
+        parts = [
+            os.environ.get(key, "") for key in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        ]
+        name = re.sub(r"[^A-Za-z0-9.-]", "_", f"meet-{os.getppid()}-" + "-".join(parts))
+    return base / f"orchestrator-{os.getuid()}" / "attached" / name
+
+
+def _valid_name(text: str) -> str:
+    name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63]
+    return name or "script"
+
+
+def _start_supervisor(folder: Path, *, store: str, job: str, save_every: int, world_size: int) -> None:
+    settings = {
+        "folder": str(folder),
+        "store": str(Path(store).absolute()) if "://" not in store else store,
+        "job": job,
+        "save_every": save_every,
+        "world_size": world_size,
+    }
+    log = (folder / "supervisor.log").open("ab")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.supervisor.attached"],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    log.close()
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(settings).encode())
+    process.stdin.close()
+    process.returncode = 0  # it outlives us on purpose: no ResourceWarning, no wait
+    sys.stderr.write(
+        f"orchestrator: nobody supervises this script, so it supervises itself: checkpoints of job {job!r} go to "
+        f"{settings['store']}, every {save_every} steps, on SIGTERM and at the end\n"
+    )
+
+
+def _wait_for_launch(folder: Path, rank: int) -> Launch:
+    launch_path, failed_path = folder / f"launch-{rank:05d}.json", folder / "failed.json"
+    until = time.monotonic() + START_SECONDS_MAX
+    while time.monotonic() < until:
+        if launch_path.exists():
+            return Launch.read(launch_path)
+        if failed_path.exists():
+            failed = json.loads(failed_path.read_text())
+            raise DIE_WITH.get(int(failed["exit_code"]), SupervisorError)(failed["reason"])
+        time.sleep(0.02)
+    raise SupervisorError(f"no supervisor came up within {START_SECONDS_MAX:.0f} s; see {folder / 'supervisor.log'}")

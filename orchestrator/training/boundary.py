@@ -1,0 +1,135 @@
+"""The worker's side of an agreement: what happens at a step boundary. See design notes in docs/protocol.md.
+
+The uneventful path is two shared-memory accesses. Order (must): the echo is written before the step is published.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from orchestrator.checkpoint.launch import Launch
+from orchestrator.checkpoint.slots import ControlBlock, Record, SlotState, WorkerPhase
+from orchestrator.core.messages import Mode
+
+LOOK_SECONDS = 0.0005
+FINAL_WAIT_SECONDS = 30.0
+"""How long the last step waits for its save to be proposed, before the script ends without it."""
+
+Stage = Callable[[int, int, tuple[int, ...]], int]
+"""(slot index, step, absent ranks) → bytes of the staged shard."""
+
+
+class Passing(StrEnum):
+    """What a boundary came to."""
+
+    GO_ON = "go on"
+    STAGED = "staged"
+    LEAVE = "leave"
+
+
+class Boundary:
+    """Reads the agent's record at each boundary and keeps to it."""
+
+    def __init__(self, control: ControlBlock, launch: Launch, stage: Stage) -> None:
+        self._control = control
+        self._launch = launch
+        self._stage = stage
+        self._seen = 0
+        self._record = Record()
+        self._last_ns = 0
+        self._mean_ns = 0.0
+
+    def at(self, step: int, *, final: bool) -> Passing:
+        """Pass the boundary after `step` completed steps; returns after staging if this is the agreed step."""
+        now_ns = time.monotonic_ns()
+        self._measure(now_ns)
+        self._read()
+        if final:
+            self._await_proposal(step)
+        self._echo(step)
+        self._control.publish(step, now_ns)
+        passing = self._keep(step) if self._concerns(step) else Passing.GO_ON
+        self._last_ns = time.monotonic_ns()
+        return passing
+
+    def _measure(self, now_ns: int) -> None:
+        """The mean step time, without waiting and staging at boundaries."""
+        if self._last_ns:
+            took = now_ns - self._last_ns
+            self._mean_ns = took if not self._mean_ns else 0.8 * self._mean_ns + 0.2 * took
+            self._control.set_step_time(int(self._mean_ns))
+        else:
+            self._last_ns = now_ns
+
+    def start(self) -> None:
+        """Training begins now: the first step's time is measured from here."""
+        self._last_ns = time.monotonic_ns()
+
+    def _read(self) -> None:
+        selector = self._control.selector
+        if selector != self._seen:
+            self._record = self._control.read_record()
+            self._seen = selector
+
+    def _concerns(self, step: int) -> bool:
+        return step in (self._record.decided_step, self._record.proposed_step)
+
+    def _echo(self, step: int) -> None:
+        proposed = self._record.proposed_step
+        if proposed is not None and step <= proposed:
+            self._control.echo(self._record.ballot)
+
+    def _await_proposal(self, step: int) -> None:
+        """The job's last step is always saved: it is published only once its save is proposed."""
+        self._control.set_phase(WorkerPhase.WAITING)
+        until = time.monotonic() + FINAL_WAIT_SECONDS
+        while not self._concerns(step) and time.monotonic() < until:
+            self._echo(step)
+            time.sleep(LOOK_SECONDS)
+            self._read()
+        self._control.set_phase(WorkerPhase.RUNNING)
+
+    def _keep(self, step: int) -> Passing:
+        """Wait at the proposed step for the decision, a later proposal, or the end of patience; then stage."""
+        until = time.monotonic() + self._launch.decision_wait_seconds
+        self._control.set_phase(WorkerPhase.WAITING)
+        try:
+            while self._record.decided_step != step:
+                if self._record.proposed_step != step:
+                    self._echo(step)
+                    return Passing.GO_ON
+                if time.monotonic() > until:
+                    self._control.report_passed(step)
+                    return Passing.GO_ON
+                time.sleep(LOOK_SECONDS)
+                self._read()
+                self._echo(step)
+            return self._stage_now(step)
+        finally:
+            self._control.set_phase(WorkerPhase.RUNNING)
+
+    def _stage_now(self, step: int) -> Passing:
+        slot = self._free_slot()
+        if slot is None:
+            self._control.report_passed(step)
+            return Passing.GO_ON
+        self._control.set_phase(WorkerPhase.STAGING)
+        generation = self._launch.generation
+        started_ns = time.monotonic_ns()
+        self._control.start_slot(slot, generation, step)
+        size_bytes = self._stage(slot, step, self._record.absent)
+        self._control.finish_slot(slot, generation, step, size_bytes, time.monotonic_ns() - started_ns)
+        return Passing.LEAVE if self._record.mode is Mode.LEAVE else Passing.STAGED
+
+    def _free_slot(self) -> int | None:
+        """A free slot; waits for a limited time while both are being uploaded."""
+        until = time.monotonic() + self._launch.slot_wait_seconds
+        while True:
+            free = [slot.index for slot in self._control.slots() if slot.state is SlotState.FREE]
+            if free:
+                return free[0]
+            if time.monotonic() > until:
+                return None
+            time.sleep(LOOK_SECONDS)

@@ -1,0 +1,218 @@
+"""`attach` and `Run`: the training script's side. Restores on entry; heartbeats, saves and leaves at step boundaries.
+
+Not here: decisions (the supervisor's) and uploads (the agent's). A script that is started without a supervisor gets
+one on its own machine (`training.attached`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
+from orchestrator.checkpoint.layout import Scope
+from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
+from orchestrator.errors import ConfigError, FormatError, NotFoundError, Preempted, RefusedError
+from orchestrator.preemption.process import record_signals
+from orchestrator.storage.peers import PeerStore
+from orchestrator.training import attached, loaders
+from orchestrator.training.boundary import Boundary, Passing
+from orchestrator.training.parts import ModelPart, ObjectPart, Part, make_part
+from orchestrator.training.sampler import ResumableSampler
+from orchestrator.training.saved_state import SavedState
+
+LEAVE_SECONDS_MAX = 3600.0
+
+
+def attach(
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    data: Any = None,
+    store: str | None = None,
+    job: str | None = None,
+    save_every: int = 1000,
+    accept: tuple[str, ...] = (),
+    **others: Any,
+) -> Run:
+    """Make this training script survive: restore the newest committed checkpoint, if there is one.
+
+    Call it once, when everything is built (the model in DDP, the process group initialised). `model` may be plain
+    or in DDP; `data` is best an `orchestrator.ResumableSampler`; `others` are further objects with `state_dict` and
+    `load_state_dict`, saved under their keyword. `store`, `job` and `save_every` (steps) matter only when nobody
+    has started the script under `orchestrator run`: a folder or URL (default ./checkpoints), a name (default: the
+    script's). `accept` names parts of the resume gate that may differ from the checkpoint: "lr", "data", "rng".
+
+    Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError.
+    """
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, **others}
+    launch_path = os.environ.get(LAUNCH_VARIABLE)
+    if launch_path is None:
+        script = Path(sys.argv[0])
+        launch = attached.start(store=store or "checkpoints", job=job or script.stem or "script", save_every=save_every)
+    else:
+        launch = Launch.read(Path(launch_path))
+    return Run(launch, {name: value for name, value in given.items() if value is not None}, accept)
+
+
+class Run:
+    """One worker's share of a job, from attach to the script's end."""
+
+    def __init__(self, launch: Launch, given: dict[str, Any], accept: tuple[str, ...]) -> None:
+        self._launch = launch
+        self._control = ControlBlock.open(launch.control_path)
+        self._control.set_phase(WorkerPhase.RESTORING)
+        record_signals(self._control.note_signal)
+        loaders.shield_workers()
+        data = given.get("data")
+        self._sampler = data if isinstance(data, ResumableSampler) else None
+        self._begun = False
+        self._leaving_since: float | None = None
+        parts = self._parts(given)
+        store = PeerStore(launch.objects_url, launch.token)
+        try:
+            self._state = SavedState(launch, parts, self._sampler, _optimizers(given), accept)
+            self.step: int = self._state.restore(store)
+        except RefusedError:
+            self._control.set_phase(WorkerPhase.REFUSED)
+            raise
+        except (FormatError, NotFoundError):
+            self._control.set_phase(WorkerPhase.UNREADABLE)
+            raise
+        finally:
+            store.close()
+        self._boundary = Boundary(self._control, launch, self._state.stage)
+        if self._state.restored:
+            self._control.set_slot_bytes(self._state.plan())
+        _warn_about_buckets(given.get("model"), launch)
+
+    def _parts(self, given: dict[str, Any]) -> list[Part]:
+        models = [ModelPart(name, value) for name, value in given.items() if isinstance(value, torch.nn.Module)]
+
+        def parameter_name(tensor: torch.Tensor) -> str | None:
+            return next((name for model in models if (name := model.parameter_name(tensor)) is not None), None)
+
+        def part(name: str, value: Any) -> Part:
+            if name == "data" and not isinstance(value, ResumableSampler):
+                return ObjectPart(name, value, Scope.RANK, prefix=f"rank.{self._launch.rank:05d}.")
+            return make_part(name, value, parameter_name)
+
+        return [part(name, value) for name, value in given.items()]
+
+    # -- what the script may ask -------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in this generation."""
+        return self._launch.world_size
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self._launch.rank
+
+    @property
+    def generation(self) -> int:
+        """The generation's number: rises with every re-forming of the gang."""
+        return self._launch.generation
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a checkpoint was restored."""
+        return self._state.restored
+
+    def save(self) -> None:
+        """Ask for a checkpoint at the next step that all ranks can agree on; returns at once."""
+        self._control.ask_save()
+
+    # -- the loop ----------------------------------------------------------------------------------------
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Yield the number of completed steps, from where the job is, until `until` steps are completed.
+
+        One turn of the loop is one optimizer step. The state after step `until` is saved before the loop ends.
+        """
+        self._begin(until)
+        while self.step < until:
+            yield self.step
+            self._complete(self.step + 1, final=self.step + 1 == until)
+        self._control.set_phase(WorkerPhase.FINISHED)
+
+    def after_step(self, step: int) -> None:
+        """For loops that are not ours: call it after each optimizer step with the number of completed steps.
+
+        Raises ConfigError if `step` does not follow the last one: start the loop at `run.step`.
+        """
+        if not self._begun:
+            self._begin(None)
+        if step != self.step + 1:
+            raise ConfigError(f"after_step({step}) follows step {self.step}: begin the loop at run.step")
+        self._complete(step, final=False)
+
+    def _begin(self, until: int | None) -> None:
+        if self._begun:
+            raise ConfigError("run.steps() may be called once; run.steps() and run.after_step() cannot be mixed")
+        self._begun = True
+        self._state.restore_rng()
+        sampler = self._sampler
+        self._control.set_info(
+            {
+                "step": self.step,
+                "until": until,
+                "allowed_world_sizes": None if sampler is None else list(sampler.allowed_world_sizes()),
+            }
+        )
+        self._control.set_phase(WorkerPhase.RUNNING)
+        self._boundary.start()
+
+    def _complete(self, step: int, *, final: bool) -> None:
+        """Everything that belongs to a boundary; the position of the data counts completed steps."""
+        if self._sampler is not None:
+            self._sampler.advance()
+        self.step = step
+        try:
+            if not self._state.planned:
+                self._control.set_slot_bytes(self._state.plan())
+            passing = self._boundary.at(step, final=final)
+        except RefusedError:
+            self._control.set_phase(WorkerPhase.REFUSED)
+            raise
+        if passing is Passing.LEAVE:
+            self._leave()
+        elif self._launch.attached and self._control.outcome()[0] is LeaveOutcome.RELEASED and self._control.signal:
+            raise Preempted(f"left on a signal at step {step}; the supervisor had ended")
+
+    def _leave(self) -> None:
+        """The step is staged. Under `orchestrator run` the agent ends this process; attached, wait for the commit."""
+        self._control.set_phase(WorkerPhase.LEFT)
+        until = time.monotonic() + LEAVE_SECONDS_MAX
+        while time.monotonic() < until:
+            outcome, _ = self._control.outcome()
+            if self._launch.attached and outcome is not LeaveOutcome.NONE:
+                word = {LeaveOutcome.COMMITTED: "committed", LeaveOutcome.ABANDONED: "not committed"}
+                raise Preempted(f"left at step {self.step}: its checkpoint is {word.get(outcome, 'left to the agent')}")
+            time.sleep(0.01)
+        raise Preempted(f"left at step {self.step}: nobody ended this process within {LEAVE_SECONDS_MAX:.0f} s")
+
+
+def _optimizers(given: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    return [value for value in given.values() if isinstance(value, torch.optim.Optimizer)]
+
+
+def _warn_about_buckets(model: Any, launch: Launch) -> None:
+    """DDP rebuilds its buckets after the first backward pass, so sums are added in another order after a resume."""
+    if not isinstance(model, DistributedDataParallel) or launch.world_size <= 2 or launch.rank != 0:
+        return
+    if not model.find_unused_parameters:
+        sys.stderr.write(
+            "orchestrator: above 2 ranks DDP resumes bit-identically only with find_unused_parameters=True; "
+            "without it a resumed run agrees to rounding\n"
+        )
