@@ -132,6 +132,7 @@ def break_gang(turn: Turn, reason: str) -> None:
 
 def leave_gang(turn: Turn, reason: str) -> None:
     """The agreed step is staged: the old processes are not needed any more."""
+    turn.note("left", reason, step=turn.job.highest_step)
     _end_workers(turn, reason, Trigger.LEFT)
 
 

@@ -175,6 +175,7 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
 
 def _launch(turn: Turn, event: GenerationOpened) -> None:
     job = turn.job
+    _note_restart(turn, event, job.gang.world_size if job.gang else None)
     gang = form(generation=event.generation, nodes=job.members, workers_per_node=job.spec.workers_per_node)
     step = event.base.step if event.base else 0
     turn.set(
@@ -207,6 +208,17 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
                 master_port=event.master_port,
             )
         )
+
+
+def _note_restart(turn: Turn, event: GenerationOpened, old_size: int | None) -> None:
+    if old_size is None:
+        return
+    size = len(turn.job.members) * turn.job.spec.workers_per_node
+    where = {"generation": event.generation, "step": event.base.step if event.base else 0}
+    if size == old_size:
+        turn.note("restarted", f"same world size {size}", **where)
+    else:
+        turn.note("remapped", f"world size {old_size} becomes {size}", **where)
 
 
 def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:

@@ -60,7 +60,7 @@ class LocalScheduler:
         self._agent_command = tuple(agent_command)
         self._nodes: dict[str, _Node] = {}
         self._next = 0
-        self._lost_any = False
+        self._requested_before = False
         self._start_failures = 0
         self._timers: set[asyncio.TimerHandle] = set()
         self._url = ""
@@ -89,8 +89,10 @@ class LocalScheduler:
 
     def request(self, count: int) -> None:
         """The first nodes come at once, replacements after `replacement_seconds`."""
+        pause = self._replacement_seconds if self._requested_before else 0.0
+        self._requested_before = True
         for _ in range(count):
-            self._later(self._replacement_seconds if self._lost_any else 0.0, self._start_node)
+            self._later(pause, self._start_node)
 
     def _later(self, seconds: float, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -129,7 +131,6 @@ class LocalScheduler:
         shutil.rmtree(node.staging, ignore_errors=True)
         if node.released:
             return
-        self._lost_any = True
         early = time.monotonic() - node.started_seconds < START_SECONDS_MIN
         self._start_failures = self._start_failures + 1 if early else 0
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
@@ -161,8 +162,7 @@ class LocalScheduler:
         entry = self._nodes.get(node)
         if entry is not None:
             entry.released = True
-            self._lost_any = True
-            self._later(STOP_SECONDS, lambda: self._kill(entry))
+                self._later(STOP_SECONDS, lambda: self._kill(entry))
 
     def lose(self, node: str, after_seconds: float) -> None:
         """Take a node away: its processes are killed and its memory is gone."""

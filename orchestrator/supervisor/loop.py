@@ -17,6 +17,7 @@ from orchestrator.core.messages import (
     Event,
     Finish,
     NodeLost,
+    NoticeReceived,
     Note,
     ReleaseNode,
     Request,
@@ -43,7 +44,7 @@ class Supervisor:
         self._finish: Finish | None = None
         self.job: Job = new_job(spec, clock.monotonic())
         self.server = SupervisorServer(self, token)
-        self.on_listening: Callable[[str], None] = lambda url: None
+        self.on_listening: Callable[[str], None] = lambda _: None
         """Called with the server's URL before the first node is asked for."""
 
     @property
@@ -58,6 +59,14 @@ class Supervisor:
     def drain(self, by: str) -> None:
         """Save, then end, resumable."""
         self.submit(Requested(request=Request.DRAIN, by=by))
+
+    def rehearse_notice(self, node: str, seconds: float) -> None:
+        """A notice as a cloud would give it; at its deadline the node is really taken away. Raises ConfigError."""
+        self._scheduler.lose(node, seconds)
+        notice_id = f"drill-{self._clock.monotonic()}"
+        self.submit(
+            NoticeReceived(node=node, source="drill", kind="preempt", remaining_seconds=seconds, notice_id=notice_id)
+        )
 
     async def run(self) -> Finish:
         """Serve until the job is over for this supervisor; nodes are given back before it returns."""

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from orchestrator.agent.client import send_frames
 from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel, decode
-from orchestrator.core.messages import Action, NoticeReceived, Request, Requested
+from orchestrator.core.messages import Action, Request, Requested
 from orchestrator.errors import ConfigError, ProtocolError
 from orchestrator.telemetry import EventRecord
 
@@ -163,11 +163,7 @@ class SupervisorServer:
         if node not in known or not 0 <= seconds <= 86400:
             return web.json_response({"error": f"node must be one of {known}, seconds 0 to 86400"}, status=400)
         try:
-            self._supervisor.scheduler.lose(node, seconds)
+            self._supervisor.rehearse_notice(node, seconds)
         except ConfigError as error:
             return web.json_response({"error": str(error)}, status=400)
-        notice_id = f"drill-{asyncio.get_running_loop().time()}"
-        self._supervisor.submit(
-            NoticeReceived(node=node, source="drill", kind="preempt", remaining_seconds=seconds, notice_id=notice_id)
-        )
         return web.json_response({"accepted": node})
