@@ -291,11 +291,16 @@ async def _kill_scenario(supervisor: Supervisor, plan: Plan) -> None:
 
 async def _kill_between_saves(supervisor: Supervisor, plan: Plan, world_size: int) -> None:
     """SIGKILL to the highest rank once a checkpoint of this generation is committed and a few more steps are done."""
-    await _until(lambda: _training(supervisor, 0, world_size))
-    job = supervisor.job
-    begun = job.base.step if job.base else 0
-    target = min(max(begun, job.highest_step) + plan.save_every // 3, plan.steps - 3)
-    await _until(lambda: _training(supervisor, target, world_size))
+
+
+    def due() -> bool:
+        job = supervisor.job
+        committed, gang = job.newest_committed, job.gang
+        if committed is None or gang is None or committed.generation != gang.generation:
+            return False
+        return _training(supervisor, min(committed.step + plan.save_every // 3, plan.steps - 3), world_size)
+
+    await _until(due)
     victim = max(supervisor.job.ranks)
     os.kill(supervisor.job.ranks[victim].pid, signal.SIGKILL)
 

@@ -153,6 +153,9 @@ def _nearer_step(turn: Turn) -> int | None:
     """A step at which everybody could leave much sooner than at the open proposal's."""
     job = turn.job
     assert job.proposal is not None
+    assert job.leave is not None
+    if job.leave.at_next_save:
+        return None
     margin = agreement.margin_steps(job.step_seconds, job.attempt)
     near = job.highest_step + margin
     return near if job.proposal.step > near + margin else None
@@ -160,9 +163,10 @@ def _nearer_step(turn: Turn) -> int | None:
 
 def _propose_if_due(turn: Turn) -> None:
     job = turn.job
-    if job.leave is not None or job.save_asked:
+    urgent = job.leave is not None and not job.leave.at_next_save
+    if urgent or job.save_asked:
         staging = _staging_save(turn)
-        if job.leave is None and staging is not None:
+        if not urgent and staging is not None:
             return
         blocking = staging.id.step if staging is not None else None
         near = job.highest_step + agreement.margin_steps(job.step_seconds, job.attempt)
@@ -288,7 +292,7 @@ def _want_to_grow(turn: Turn) -> None:
     last = job.until is not None and job.proposal.step >= job.until
     if choice.nodes is not None and len(choice.nodes) > len(job.gang.nodes) and not last:
         new = ", ".join(node for node in choice.nodes if node not in job.gang.nodes)
-        turn.set(leave=Leave(reason=f"{new} can join", since_seconds=turn.now))
+        turn.set(leave=Leave(reason=f"{new} can join", since_seconds=turn.now, at_next_save=True))
 
 
 # ------------------------------------------------------------------------------ staged, durable, decided

@@ -133,6 +133,8 @@ class Leave:
 
     reason: str
     since_seconds: float
+    at_next_save: bool = False
+    """Not urgent: leave at the next periodic save's step, not at the nearest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,9 +125,9 @@ class LocalScheduler:
 
     def _gone(self, node: _Node) -> None:
         self._forget(node)
-        status = node.process.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(node.process.pid, signal.SIGKILL)  # whatever its workers left behind
+            os.killpg(node.process.pid, signal.SIGKILL)  # not waited for yet, so the pid is still this node's
+        status = node.process.wait()
         shutil.rmtree(node.staging, ignore_errors=True)
         if node.released:
             return
@@ -162,7 +162,7 @@ class LocalScheduler:
         entry = self._nodes.get(node)
         if entry is not None:
             entry.released = True
-                self._later(STOP_SECONDS, lambda: self._kill(entry))
+            self._later(STOP_SECONDS, lambda: self._kill(entry))
 
     def lose(self, node: str, after_seconds: float) -> None:
         """Take a node away: its processes are killed and its memory is gone."""

@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from orchestrator.errors import FencedError, SupervisorError
+from orchestrator.schedulers.local import start_ticks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,10 @@ class SupervisorAddress:
 
     job: str
     url: str
-    token: str
+    token: str = field(repr=False)
     pid: int
+    start_ticks: int | None = None
+    """When the process was started: tells it from a later one with the same pid."""
 
 
 class StateFolder:
@@ -69,7 +72,7 @@ class StateFolder:
 
     def publish(self, url: str, token: str) -> None:
         """Let verbs find the supervisor."""
-        body = {"job": self.job, "url": url, "token": token, "pid": os.getpid()}
+        body = {"job": self.job, "url": url, "token": token, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
         _write_private(self.path / "supervisor.json", json.dumps(body))
 
 
@@ -81,21 +84,36 @@ def state_root() -> Path:
 
 def find_supervisor(job: str) -> SupervisorAddress:
     """The running supervisor of a job on this host. Raises SupervisorError with what to do."""
-    found = []
-    for path in sorted(state_root().glob("*/supervisor.json")):
-        try:
-            body = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if body["job"] == job and Path(f"/proc/{body['pid']}").exists():
-            found.append(SupervisorAddress(job=job, url=body["url"], token=body["token"], pid=body["pid"]))
+    running = [address for address in _published() if is_running(address)]
+    found = [address for address in running if address.job == job]
     if not found:
-        raise SupervisorError(f"no supervisor of a job {job!r} runs on this machine; `orchestrator run` starts one")
+        others = ", ".join(sorted({address.job for address in running}))
+        raise SupervisorError(
+            f"no supervisor of a job {job!r} runs on this machine; "
+            + (f"running are: {others}" if others else "`orchestrator run` starts one")
+        )
     if len(found) > 1:
         raise SupervisorError(
             f"{len(found)} jobs on this machine are called {job!r}, in different stores: give them other names"
         )
     return found[0]
+
+
+def is_running(address: SupervisorAddress) -> bool:
+    """Whether the process that published this address still runs (and not another one with its pid)."""
+    ticks = start_ticks(address.pid)
+    return ticks is not None and address.start_ticks in (None, ticks)
+
+
+def _published() -> list[SupervisorAddress]:
+    """What every supervisor.json says; those that are not whole are passed over."""
+    found = []
+    for path in sorted(state_root().glob("*/supervisor.json")):
+        try:
+            found.append(SupervisorAddress(**json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):
+            continue
+    return found
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -1,0 +1,24 @@
+"""`orchestrator cancel JOB`: end a job without another save; it is not started again by accident."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.client import connect
+from orchestrator.cli.terminal import say
+
+
+def cancel(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
+    timeout_seconds: Annotated[float, typer.Option(min=0, help="Longest wait with --wait (seconds).")] = 600.0,
+) -> None:
+    """End a job without saving; checkpoints stay. `run --take-over` would start it again. Returns when accepted."""
+    client = connect(job)
+    client.request("cancel")
+    say(f"accepted: the job {job!r} ends without another save")
+    if wait:
+        client.wait_until_gone(timeout_seconds)
+        say(f"the job {job!r} has ended")

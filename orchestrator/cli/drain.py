@@ -1,0 +1,24 @@
+"""`orchestrator drain JOB`: save at the next step that all ranks agree on, then end; the same command resumes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.client import connect
+from orchestrator.cli.terminal import say
+
+
+def drain(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
+    timeout_seconds: Annotated[float, typer.Option(min=0, help="Longest wait with --wait (seconds).")] = 600.0,
+) -> None:
+    """Save, then end; `orchestrator run` with the same arguments resumes. Returns when the request is accepted."""
+    client = connect(job)
+    client.request("drain")
+    say(f"accepted: the job {job!r} saves and ends")
+    if wait:
+        client.wait_until_gone(timeout_seconds)
+        say(f"the job {job!r} has ended")

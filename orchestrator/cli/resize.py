@@ -1,0 +1,19 @@
+"""`orchestrator resize JOB NODES`: save, then go on with another number of nodes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.client import connect
+from orchestrator.cli.terminal import say
+
+
+def resize(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    nodes: Annotated[int, typer.Argument(min=1, max=4096, help="The new number of nodes.")],
+) -> None:
+    """Save, then go on with NODES nodes. Returns when the request is accepted."""
+    connect(job).request("resize", nodes=nodes)
+    say(f"accepted: the job {job!r} goes on with {nodes} nodes after its next save")

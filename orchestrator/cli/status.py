@@ -1,0 +1,129 @@
+"""`orchestrator status JOB`: what the supervisor of a running job says, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+
+from orchestrator.cli.client import SupervisorClient, connect
+from orchestrator.cli.terminal import duration_text, facts, output, print_json, say, table
+from orchestrator.errors import SupervisorError
+
+WATCH_SECONDS = 1.0
+
+
+def status(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until the job ends.")] = False,
+) -> None:
+    """Show what a running job is doing: phase, step, newest checkpoint, nodes and ranks."""
+    client = connect(job)
+    if not watch:
+        now = client.status()
+        if json_output:
+            print_json(now)
+        else:
+            output().print(describe(now))
+        return
+    try:
+        _watch_lines(client) if json_output else _watch(client)
+    except KeyboardInterrupt:
+        return
+    say(f"the job {job!r} has ended")
+
+
+def _watch_lines(client: SupervisorClient) -> None:
+    """One line of JSON a second."""
+    while (now := _status_or_end(client)) is not None:
+        sys.stdout.write(json.dumps(now) + "\n")
+        sys.stdout.flush()
+        time.sleep(WATCH_SECONDS)
+
+
+def _watch(client: SupervisorClient) -> None:
+    from rich.live import Live
+
+    console = output()
+    if not console.is_terminal:
+        while (now := _status_or_end(client)) is not None:
+            console.print(describe(now))
+            time.sleep(WATCH_SECONDS)
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while (now := _status_or_end(client)) is not None:
+            live.update(describe(now), refresh=True)
+            time.sleep(WATCH_SECONDS)
+
+
+def _status_or_end(client: SupervisorClient) -> dict[str, Any] | None:
+    """The status; None once the supervisor has ended. Raises SupervisorError while it is there but cannot answer."""
+    try:
+        return client.status()
+    except SupervisorError:
+        client.wait_until_gone(timeout_seconds=10)
+        return None
+
+
+def describe(now: dict[str, Any]) -> RenderableType:
+    """The status as a table."""
+    return Group(facts(_summary(now)), _nodes(now), _ranks(now))
+
+
+def _summary(now: dict[str, Any]) -> list[tuple[str, object]]:
+    step = str(now["step"])
+    if now["until"]:
+        step += f" of {now['until']} ({100 * now['progress']:.1f} %)"
+    newest = now["newest_committed"]
+    if newest is not None and now["commit_age_seconds"] is not None:
+        newest += f", {duration_text(now['commit_age_seconds'])} ago"
+    return [
+        ("job", now["job"]),
+        ("phase", now["phase"]),
+        ("generation", now["generation"]),
+        ("world size", now["world_size"]),
+        ("step", step),
+        ("a step takes", duration_text(now["step_seconds"])),
+        ("done in", duration_text(now["eta_seconds"])),
+        ("newest checkpoint", newest or "none yet"),
+        ("failures since", now["failures"]),
+    ]
+
+
+def _nodes(now: dict[str, Any]) -> RenderableType:
+    rows = [
+        (
+            node["node"],
+            node["agent_pid"],
+            _rank_range(node["ranks"]),
+            _leaving(node),
+        )
+        for node in now["nodes"]
+    ]
+    return table(("node", "agent process", "ranks", "state"), rows)
+
+
+def _leaving(node: dict[str, Any]) -> str:
+    if not node["going"]:
+        return "here"
+    left = node["seconds_left"]
+    return "will go" if left is None else f"will go in {duration_text(max(0.0, left))}"
+
+
+def _rank_range(ranks: list[int]) -> str | None:
+    if not ranks:
+        return None
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+
+def _ranks(now: dict[str, Any]) -> RenderableType:
+    rows = [
+        (rank["rank"], rank["pid"] or None, rank["step"], duration_text(rank["step_seconds"] or None))
+        for rank in now["ranks"]
+    ]
+    return table(("rank", "process", "step", "a step takes"), rows)
