@@ -72,7 +72,13 @@ class StateFolder:
 
     def publish(self, url: str, token: str) -> None:
         """Let verbs find the supervisor."""
-        body = {"job": self.job, "url": url, "token": token, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+        body = {
+            "job": self.job,
+            "url": url,
+            "token": token,
+            "pid": os.getpid(),
+            "start_ticks": start_ticks(os.getpid()),
+        }
         _write_private(self.path / "supervisor.json", json.dumps(body))
 
 

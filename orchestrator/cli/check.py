@@ -1,0 +1,218 @@
+"""`orchestrator check`: are this machine, this store and this staging folder fit for a job? Findings say what to do.
+
+It starts nothing. On the store it writes one small object of a random name and deletes it again; torch is not
+imported, only its version is read.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from orchestrator.cli.terminal import output, print_json, size_text, table
+from orchestrator.errors import AlreadyExistsError, OrchestratorError
+
+if TYPE_CHECKING:
+    from orchestrator.storage.base import ObjectStore
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+STAGING_FREE_BYTES_MIN = 1 << 30
+STORE_FREE_BYTES_MIN = 1 << 30
+PACKAGES = ("orchestrator", "torch", "numpy", "aiohttp", "pydantic", "safetensors", "crc32c")
+_STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at; `advice` says what to do about it."""
+
+    what: str
+    level: str
+    found: str
+    advice: str = ""
+
+
+def check(
+    store: Annotated[str | None, typer.Option(metavar="URL", help="The folder that holds the jobs' folders.")] = None,
+    staging: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder in memory for shards.")] = Path("/dev/shm"),
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check versions, cores, clock, state and staging folder, and with --store the store. Exit code 1 on a fail."""
+    findings = [*check_machine(), check_state_folder(), *check_staging(staging.absolute())]
+    if store is not None:
+        findings += check_store(store)
+    if json_output:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        rows = [(one.what, Text(one.level, style=_STYLES[one.level]), one.found, one.advice) for one in findings]
+        output().print(table(("", "", "found", "what to do"), rows))
+    if any(finding.level == FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+# ----------------------------------------------------------------------------------------------- the machine
+
+
+def check_machine() -> Iterator[Finding]:
+    """Python, packages, cores, clock."""
+    version = platform.python_version()
+    yield _judge("python", sys.version_info >= (3, 11), version, "use Python 3.11 or newer")
+    for name in PACKAGES:
+        try:
+            yield Finding(what=name, level=OK, found=metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(what=name, level=FAIL, found="is not installed", advice=f"pip install {name}")
+    cores = len(os.sched_getaffinity(0))
+    yield _judge("cores", cores > 1, f"{cores} for this process", "uploads and training will share one core", WARN)
+    yield check_clock()
+
+
+def check_clock(
+    monotonic: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep
+) -> Finding:
+    """Deadlines go by the monotonic clock: it must move on, and at about the pace of sleeping."""
+    first = monotonic()
+    pause(0.02)
+    passed = monotonic() - first
+    return _judge(
+        "monotonic clock",
+        passed >= 0.01,
+        f"moved on by {passed:.3f} s in 0.02 s",
+        "this machine's clock stands still or goes back: deadlines cannot be kept here",
+    )
+
+
+def check_state_folder() -> Finding:
+    """Verbs find running jobs there, and it keeps a job from running twice."""
+    from orchestrator.supervisor.state_folder import state_root
+
+    folder = state_root()
+    advice = "make it writable for this user, or set XDG_STATE_HOME to another folder"
+    probe = folder / f"probe-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe.touch(mode=0o600)
+        probe.unlink()
+    except OSError as error:
+        return Finding(what="state folder", level=FAIL, found=f"{folder}: {error.strerror}", advice=advice)
+    return Finding(what="state folder", level=OK, found=f"{folder} is writable")
+
+
+# ----------------------------------------------------------------------------------------- the staging folder
+
+
+def check_staging(folder: Path) -> Iterator[Finding]:
+    """There, writable, in memory, private enough, and with room for two slots per rank."""
+    other = "name another folder in memory with --staging"
+    if not folder.is_dir():
+        yield Finding(what="staging folder", level=FAIL, found=f"{folder} is not there or is no folder", advice=other)
+        return
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    writable = os.access(folder, os.W_OK | os.X_OK)
+    found = f"{folder}, mode {mode:04o}"
+    yield _judge("staging folder", writable, found if writable else f"{found}, is not writable", other)
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        advice = f"others may remove files there: chmod +t {folder}"
+        yield Finding(what="staging mode", level=WARN, found=f"{mode:04o}: writable for all, not sticky", advice=advice)
+    kind = file_system_of(folder)
+    yield _judge(
+        "staging in memory", kind in ("tmpfs", "ramfs"), kind, "saving will wait for this disk; use /dev/shm", WARN
+    )
+    free = shutil.disk_usage(folder).free
+    yield _judge(
+        "staging free",
+        free >= STAGING_FREE_BYTES_MIN,
+        size_text(free),
+        "two shards per rank have to fit; enlarge it (mount -o remount,size=…) or free memory",
+        WARN,
+    )
+
+
+def file_system_of(folder: Path) -> str:
+    """The type of the file system that a folder is on; "unknown" where the kernel does not tell."""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    path = folder.resolve()
+    best, kind = -1, "unknown"
+    for line in lines:
+        fields = line.split(" ")
+        point = Path(fields[1].replace("\\040", " "))
+        if (path == point or point in path.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), fields[2]
+    return kind
+
+
+# -------------------------------------------------------------------------------------------------- the store
+
+
+def check_store(url: str) -> list[Finding]:
+    """Writable, create-if-absent really exclusive, reads back, free space."""
+    from orchestrator.storage.opening import open_store
+
+    store = open_store(url)
+    root = Path(store.url) if "://" not in store.url else None
+    missing = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
+    findings = []
+    if missing:
+        findings.append(Finding(what="store", level=OK, found=f"{store.url} is not there yet; the first run makes it"))
+    findings.append(_probe(store))
+    if root is not None:
+        findings.append(_store_space(root))
+    for path in missing:
+        _remove_if_empty(path)
+    return findings
+
+
+def _probe(store: ObjectStore) -> Finding:
+    key = f"probe-{secrets.token_hex(8)}"
+    try:
+        problem = _write_twice(store, key)
+        store.delete(key)
+    except OrchestratorError as error:
+        problem = str(error).removeprefix(f"{key}: ")
+    advice = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints here"
+    return _judge("store", not problem, f"{store.url}: " + (problem or "writes once, and reads back"), advice)
+
+
+def _write_twice(store: ObjectStore, key: str) -> str:
+    """What goes wrong when a key is written twice; empty if the second time is refused and the first one stands."""
+    first, second = secrets.token_bytes(32), secrets.token_bytes(32)
+    store.create(key, [first])
+    try:
+        store.create(key, [second])
+    except AlreadyExistsError:
+        return "" if store.read(key) == first else "gave back other bytes than were written"
+    return "wrote one key twice: create-if-absent is not exclusive here"
+
+
+def _store_space(root: Path) -> Finding:
+    folder = next(path for path in (root, *root.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    advice = "make room: a job keeps several checkpoints"
+    return _judge("store free", free >= STORE_FREE_BYTES_MIN, size_text(free), advice, WARN)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return
+
+
+def _judge(what: str, good: bool, found: str, advice: str, otherwise: str = FAIL) -> Finding:
+    return Finding(what=what, level=OK if good else otherwise, found=found, advice="" if good else advice)

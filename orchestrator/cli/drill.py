@@ -1,0 +1,182 @@
+"""`orchestrator drill`: rehearse failures on a running job of this machine: a notice, a kill, a stall.
+
+Signals go only to processes that the job's own supervisor started: user, start time and ancestry are checked on the
+very process (a pidfd), so that a reused pid is never hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli.client import connect
+from orchestrator.cli.terminal import say
+from orchestrator.errors import ConfigError, SupervisorError
+from orchestrator.schedulers.local import start_ticks
+
+ANCESTORS_MAX = 64
+
+drill = typer.Typer(rich_markup_mode="rich")
+
+Job = Annotated[str, typer.Argument(help="The job's name.")]
+Rank = Annotated[int | None, typer.Option(min=0, help="The rank; the highest if not given.")]
+
+
+@drill.command()
+def notice(
+    job: Job,
+    node: Annotated[str | None, typer.Option(help="The node; the last one if not given.")] = None,
+    deadline: Annotated[float, typer.Option(min=0, max=86400, metavar="SECONDS", help="Time until it goes.")] = 30.0,
+) -> None:
+    """Announce that a node will go, as a cloud would; at the deadline it is really taken away."""
+    client = connect(job)
+    chosen = _node(client.status(), node)["node"]
+    client.notice(chosen, deadline)
+    say(f"{chosen} of the job {job!r} will be gone in {deadline:g} s")
+
+
+@drill.command()
+def kill(
+    job: Job,
+    rank: Rank = None,
+    node: Annotated[str | None, typer.Option(help="Kill this node's agent, and with it all that runs there.")] = None,
+) -> None:
+    """Kill a worker or a whole node with SIGKILL, without any notice."""
+    if rank is not None and node is not None:
+        raise ConfigError("--rank and --node: give one of them")
+    client = connect(job)
+    now = client.status()
+    what, pid = _agent(now, node) if node is not None else _worker(now, rank)
+    with own_process(what, pid, client.address.pid) as handle:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    say(f"killed {what} (process {pid}) of the job {job!r}")
+
+
+@drill.command()
+def stall(
+    job: Job,
+    rank: Rank = None,
+    seconds: Annotated[float, typer.Option(min=0, max=86400, help="How long the worker stands still.")] = 10.0,
+) -> None:
+    """Stop a worker with SIGSTOP, and let it go on after some time, or at Ctrl-C."""
+    client = connect(job)
+    what, pid = _worker(client.status(), rank)
+    with own_process(what, pid, client.address.pid) as handle, _ended_by_signals():
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGSTOP)
+            say(f"stopped {what} (process {pid}) of the job {job!r} for {seconds:g} s")
+            time.sleep(seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGCONT)
+    say(f"{what} goes on")
+
+
+# ------------------------------------------------------------------------------------------- who is meant
+
+
+def _node(now: dict[str, Any], name: str | None) -> dict[str, Any]:
+    nodes: list[dict[str, Any]] = now["nodes"]
+    if not nodes:
+        raise SupervisorError(f"the job {now['job']!r} has no node at present")
+    if name is None:
+        return next((node for node in reversed(nodes) if not node["going"]), nodes[-1])
+    for node in nodes:
+        if node["node"] == name:
+            return node
+    raise ConfigError(f"--node: {name!r} is none of this job's nodes: {', '.join(node['node'] for node in nodes)}")
+
+
+def _agent(now: dict[str, Any], name: str) -> tuple[str, int]:
+    node = _node(now, name)
+    if node["agent_pid"] is None:
+        raise SupervisorError(f"{name} has no process on this machine")
+    return name, int(node["agent_pid"])
+
+
+def _worker(now: dict[str, Any], rank: int | None) -> tuple[str, int]:
+    pids = {int(state["rank"]): int(state["pid"]) for state in now["ranks"]}
+    if not pids:
+        raise SupervisorError(f"the job {now['job']!r} has no workers at present: it is {now['phase']}")
+    chosen = max(pids) if rank is None else rank
+    if chosen not in pids:
+        raise ConfigError(f"--rank: there is no rank {chosen}; there are 0 to {max(pids)}")
+    if pids[chosen] <= 1:
+        raise SupervisorError(f"rank {chosen} has not attached yet; try again once the job is running")
+    return f"rank {chosen}", pids[chosen]
+
+
+# ------------------------------------------------------------------------------------------- its process
+
+
+@contextmanager
+def own_process(what: str, pid: int, supervisor_pid: int) -> Iterator[int]:
+    """A pidfd of a process of this user's that descends from the job's supervisor. Raises SupervisorError."""
+    gone = f"{what} (process {pid}) is gone already"
+    try:
+        handle = os.pidfd_open(pid)
+    except (ProcessLookupError, OSError) as error:
+        raise SupervisorError(gone) from error
+    try:
+        started = start_ticks(pid)
+        owner, ancestors = _owner(pid), _ancestors(pid)
+        if started is None or owner is None:
+            raise SupervisorError(gone)
+        if owner != os.getuid():
+            raise SupervisorError(f"{what} (process {pid}) belongs to another user")
+        if supervisor_pid not in ancestors:
+            raise SupervisorError(
+                f"{what} (process {pid}) was not started by this job's supervisor (process {supervisor_pid}), "
+                "so it is not touched"
+            )
+        if start_ticks(pid) != started:  # the pid changed hands while we looked: what we saw was another process
+            raise SupervisorError(gone)
+        yield handle
+    except ProcessLookupError as error:
+        raise SupervisorError(gone) from error
+    finally:
+        os.close(handle)
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None
+
+
+def _ancestors(pid: int) -> list[int]:
+    """Parent, grandparent, …"""
+    found: list[int] = []
+    while pid > 1 and len(found) < ANCESTORS_MAX:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(stat.rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block like Ctrl-C does, so that what is stopped goes on."""
+
+    def leave(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,145 @@
+"""Workers, agents and the supervisor killed at named points: the job ends as if nothing had happened.
+
+Each case runs a real two-node job and compares the last checkpoint with an uninterrupted run's, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
+
+from orchestrator.checkpoint.catalog import Standing, survey
+from orchestrator.core.job import Phase
+from orchestrator.supervisor.loop import Supervisor
+
+AGENT_POINTS = (
+    "after-base",
+    "before-shard-upload rank=1 step=20",
+    "after-shard-upload rank=1 step=20",
+    "after-receipt rank=0 step=20",
+    "before-index step=20",
+    "after-index step=20",
+)
+WORKER_POINTS = ("before-stage rank=1 step=20", "after-stage rank=1 step=20")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The last checkpoint of an uninterrupted run at world size 2."""
+    folder = tmp_path_factory.mktemp("reference")
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")
+    result = asyncio.run(run_job(folder, nodes="2", replacement_seconds=0))
+    assert result.finish.exit_code == 0, result.output()
+    return final_digests(result.store)
+
+
+@pytest.mark.parametrize("point", WORKER_POINTS)
+async def test_worker_killed_at(
+    point: str, tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F24, F29: a rank dies while saving; the others do not wait for it, and nothing half saved is used."""
+    marker = tmp_path / "fault"
+    monkeypatch.setenv("FAULT", point)
+    monkeypatch.setenv("FAULT_MARKER", str(marker))
+    result = await run_job(tmp_path, nodes="2", staging=staging)
+    assert marker.exists(), "the fault never happened"
+    assert result.finish.exit_code == 0, result.output()
+    assert final_digests(result.store) == reference
+    check_store(result.store)
+
+
+@pytest.mark.parametrize("point", AGENT_POINTS)
+async def test_agent_killed_at(point: str, tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
+    """F19, F20, F22, F30: a node dies at any point of saving; only whole checkpoints are ever used."""
+    marker = tmp_path / "fault"
+    agent = (sys.executable, "-m", "orchestrator.testing.faulty_agent", str(marker), point)
+    result = await run_job(tmp_path, nodes="2", staging=staging, agent_command=agent)
+    assert marker.exists(), "the fault never happened"
+    assert result.finish.exit_code == 0, result.output()
+    assert final_digests(result.store) == reference
+    check_store(result.store)
+
+
+async def test_worker_killed_between_saves(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
+    """SIGKILL without notice: back to the newest committed step, same end."""
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 25)
+        os.kill(supervisor.job.ranks[1].pid, signal.SIGKILL)
+
+    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario)
+    assert result.finish.exit_code == 0
+    assert result.kinds("restarted")
+    assert final_digests(result.store) == reference
+
+
+@pytest.mark.parametrize("step", [3, 22])
+async def test_supervisor_killed(step: int, tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
+    """SIGKILL to the supervisor, before and after the first checkpoint: the same command goes on to the same end."""
+    command = [
+        *(sys.executable, "-m", "orchestrator", "run", "--job", "small", "--store", str(tmp_path / "store")),
+        *("--nodes", "2", "--workers-per-node", "1", "--save-every", "10", "--staging", staging),
+        *("--", sys.executable, str(TRAINING)),
+    ]
+    log = tmp_path / "log"
+    first = subprocess.Popen(command, env={**os.environ, "LOG": str(log), "STEP_SECONDS": "0.1"})
+    try:
+        await until(lambda: _lines(log / "rank-0.jsonl") >= step)
+    finally:
+        first.kill()
+        first.wait()
+    second = await asyncio.to_thread(subprocess.run, command, env={**os.environ, "LOG": str(log)}, check=False)
+    assert second.returncode == 0
+    from orchestrator.storage.opening import open_store
+
+    store = open_store(str(tmp_path / "store" / "small"))
+    assert final_digests(store) == reference
+    check_store(store)
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+async def test_sigterm_to_one_worker_of_four(tmp_path: Path, staging: str) -> None:
+    """F1, F2, F4: one rank alone is signalled; all four leave at one agreed step and the job goes on."""
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 13)
+        os.kill(supervisor.job.ranks[2].pid, signal.SIGTERM)
+
+    result = await run_job(tmp_path, nodes="2", workers_per_node=2, staging=staging, scenario=scenario)
+    assert result.finish.exit_code == 0, result.output()
+    agreed = [record for record in result.kinds("step agreed") if record.reason.startswith("leave")]
+    assert len(agreed) == 1
+    left = next(record for record in result.kinds("committed") if record.facts["mode"] == "leave")
+    assert left.step == agreed[0].step
+    assert result.kinds("generation opened")[1].step == left.step, "the new generation starts exactly there"
+    check_store(result.store)
+
+
+async def test_drain_and_resume(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
+    """Drain saves first, then ends with 75; the same run resumes and ends the same (F79: also the very first start)."""
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 14)
+        supervisor.drain("a test")
+
+    drained = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario)
+    assert drained.finish.exit_code == 75
+    standing = survey(drained.store).entries[0]
+    assert standing.standing is Standing.COMMITTED
+    assert standing.id.step >= 14
+    resumed = await run_job(tmp_path, nodes="2", staging=staging)
+    assert resumed.finish.exit_code == 0
+    assert final_digests(resumed.store) == reference
+    again = await run_job(tmp_path, nodes="2", staging=staging)
+    assert again.finish.exit_code == 0
+    assert "is done" in again.finish.reason
