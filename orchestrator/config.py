@@ -25,7 +25,7 @@ class JobConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     job: str
-    """The job's name: lower-case letters, digits, '.', '_' and '-', at most 63. Its folder in the store has this name."""
+    """The job's name, also its folder's in the store: lower-case letters, digits, '.', '_' and '-', at most 63."""
     store: str
     """URL or path of the folder that holds the jobs' folders."""
     command: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class JobConfig(BaseModel):
     def _valid_name(cls, value: str) -> str:
         if not _NAME.match(value):
             raise ValueError(
-                "use 1 to 63 lower-case letters, digits, '.', '_' and '-', beginning and ending with one of the first two"
+                "use 1 to 63 lower-case letters, digits, '.', '_' and '-', with a letter or digit at both ends"
             )
         return value
 

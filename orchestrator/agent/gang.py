@@ -222,7 +222,7 @@ class LocalGang:
         if record.proposed_step is not None and echo == record.ballot and worker.news("echo", echo):
             echoed.append(worker.rank)
         late = step is not None and record.proposed_step is not None and step >= record.proposed_step
-        if late and echo != record.ballot and self.refused_ballot != record.ballot:
+        if late and record.ballot not in (echo, self.refused_ballot):
             self.refused_ballot = record.ballot
             yield Refused(
                 node=self.settings.node,

@@ -8,7 +8,6 @@ the supervisor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shutil
@@ -52,13 +51,14 @@ from orchestrator.core.messages import (
     Uploaded,
     UploadFailed,
 )
-from orchestrator.errors import ConfigError, FormatError, StoreError
+from orchestrator.errors import ConfigError, FormatError, ProtocolError, StoreError
 from orchestrator.storage.base import ObjectStore
 
 LOOK_SECONDS_BUSY = 0.005
 LOOK_SECONDS_IDLE = 0.05
 EXIT_WAIT_SECONDS = 5.0
 ADOPT_WAIT_SECONDS = 60.0
+DISMISSED = "dismissed by the supervisor"
 
 
 class Agent:
@@ -78,6 +78,7 @@ class Agent:
         self._wanted: dict[int, Upload] = {}
         self._settled: dict[int, bool] = {}
         self._over = asyncio.Event()
+        self._failed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, handle_signals: bool = True) -> str:
@@ -95,7 +96,9 @@ class Agent:
             done, _ = await asyncio.wait({client, looking, over}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {over}:
                 task.result()  # a failure of ours is raised here, never swallowed
-            return client.result() if client in done else "dismissed by the supervisor"
+            if self._failed:
+                raise ProtocolError(f"the agent of {self._settings.node} failed; the line before says how")
+            return client.result() if client in done else DISMISSED
         finally:
             await self._end(client, looking, over, runner)
 
@@ -117,7 +120,7 @@ class Agent:
         """Serve the store to this node's workers: they hold no credentials."""
         app = web.Application(middlewares=[token_middleware(self._objects_token)])
         app.add_routes(object_routes(self._store))
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -137,6 +140,7 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             sys.stderr.write(f"agent {self._settings.node}: {task.exception()!r}\n")
+            self._failed = True
             self._over.set()  # a bug in the agent: the node is given up rather than left half alive
 
     def _on_signal(self, number: int) -> None:
@@ -321,6 +325,6 @@ class Agent:
 async def run_agent(settings: AgentSettings, store: ObjectStore, clock: Clock) -> int:
     """Run one agent to its end; its exit status."""
     reason = await Agent(settings, store, clock).run()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stderr.write("" if reason == "dismissed by the supervisor" else f"agent {settings.node}: {reason}\n")
+    if reason != DISMISSED:
+        sys.stderr.write(f"agent {settings.node}: {reason}\n")
     return 0

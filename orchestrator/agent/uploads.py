@@ -44,12 +44,10 @@ class Uploads:
         where = {"rank": place.rank, "step": place.checkpoint.step}
         reached("before-shard-upload", **where)
         started = time.monotonic()
-        with path.open("rb") as file, mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ) as memory:
-            view = memoryview(memory)
-            try:
-                upload_shard(self._store, place, view, before_receipt=lambda: reached("after-shard-upload", **where))
-            finally:
-                view.release()
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
+        # Never closed by hand: after a failure the traceback still holds views of it. It goes with the last of them.
+        upload_shard(self._store, place, memoryview(memory), lambda: reached("after-shard-upload", **where))
         reached("after-receipt", **where)
         return time.monotonic() - started
 

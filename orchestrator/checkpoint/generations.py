@@ -93,8 +93,12 @@ def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) ->
     if record.job != who.job:
         raise FencedError(f"{store.url} belongs to the job {record.job!r}, not to {who.job!r}")
     end = read_end(store, highest)
-    if end is not None and end.outcome is Outcome.DONE:
-        raise JobOverError(Outcome.DONE, f"the job {who.job!r} is done: {end.reason}; give a new name to train again")
+    if end is not None and end.outcome is Outcome.DONE and not who.take_over:
+        raise JobOverError(
+            Outcome.DONE,
+            f"the job {who.job!r} is done: {end.reason}; `orchestrator run --take-over` trains on from its last "
+            "checkpoint, another name begins anew",
+        )
     if end is not None and end.outcome is Outcome.CANCELLED and record.owner == who.owner and not who.take_over:
         raise JobOverError(
             Outcome.CANCELLED, f"the job {who.job!r} was cancelled: {end.reason}; --take-over starts it again"

@@ -75,10 +75,11 @@ class SlotFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise
-            free = shutil.disk_usage(self.path.parent).free
+            folder, needed = self.path.parent, size_bytes / 2**20
+            free = shutil.disk_usage(folder).free / 2**20
             raise RefusedError(
-                f"{self.path.parent} has {free / 2**20:.0f} MiB left, a staging slot needs {size_bytes / 2**20:.0f} MiB: "
-                "give it more (for /dev/shm: mount -o remount,size=…, or a memory volume) or name another staging folder"
+                f"{folder} has {free:.0f} MiB left, a staging slot needs {needed:.0f} MiB: give it more "
+                "(for /dev/shm: mount -o remount,size=…, or a memory volume) or name another folder with --staging"
             ) from error
         finally:
             os.close(handle)

@@ -10,7 +10,7 @@ error's exit code. A traceback means a bug.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -53,8 +53,8 @@ def _problems(error: OrchestratorError) -> tuple[str, ...]:
     return (" ".join(str(error).removeprefix(": ").split()),)
 
 
-def build_app(only: str | None = None) -> typer.Typer:
-    """The command line with all verbs, or with one of them, so that a verb does not wait for the others' imports."""
+def build_app(loaded: Collection[str] = tuple(VERBS)) -> typer.Typer:
+    """The command line. Verbs that are not `loaded` are only listed: nothing that they need is imported."""
     app = typer.Typer(
         cls=_Verbs,
         help="Keeps a training job going on machines that may be taken away at any time.",
@@ -65,8 +65,10 @@ def build_app(only: str | None = None) -> typer.Typer:
     )
     app.callback()(_root)
     for verb, summary in VERBS.items():
-        if only in (None, verb):
+        if verb in loaded:
             _add(app, verb, summary)
+        else:
+            app.command(verb, short_help=summary)(_not_loaded)
     return app
 
 
@@ -79,15 +81,26 @@ def _add(app: typer.Typer, verb: str, summary: str) -> None:
         app.command(verb, short_help=summary, context_settings=getattr(module, "CONTEXT", {}))(work)
 
 
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _not_loaded() -> None:
+    raise AssertionError("a verb that was only listed was run")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
         sys.stdout.write(f"orchestrator {__version__}\n")
         raise typer.Exit
 
 
+def _root(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Nothing is done before the verb."""
+
+
 def main() -> None:
     """Run the verb that the command line names, and end the process with its exit code."""
-    verb = sys.argv[1] if len(sys.argv) > 1 else None
-    build_app(only=verb if verb in VERBS else None)(prog_name="orchestrator")
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]  # options before the verb take no values
+    build_app(loaded=words[:1])(prog_name="orchestrator")

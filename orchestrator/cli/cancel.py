@@ -11,7 +11,7 @@ from orchestrator.cli.terminal import say
 
 
 def cancel(
-    job: Annotated[str, typer.Argument(help="The job's name.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")],
     wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
     timeout_seconds: Annotated[float, typer.Option(min=0, help="Longest wait with --wait (seconds).")] = 600.0,
 ) -> None:

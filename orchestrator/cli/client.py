@@ -39,7 +39,7 @@ class SupervisorClient:
 
     def request(self, what: str, nodes: int | None = None) -> None:
         """Ask for drain, cancel or resize; returns when it is accepted. Raises SupervisorError."""
-        body: dict[str, Any] = {"request": what, "by": f"orchestrator {what} ({_user()})"}
+        body: dict[str, Any] = {"request": what, "by": _user()}
         if nodes is not None:
             body["nodes"] = nodes
         self._ask("POST", "/requests", body)

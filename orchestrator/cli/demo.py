@@ -292,7 +292,6 @@ async def _kill_scenario(supervisor: Supervisor, plan: Plan) -> None:
 async def _kill_between_saves(supervisor: Supervisor, plan: Plan, world_size: int) -> None:
     """SIGKILL to the highest rank once a checkpoint of this generation is committed and a few more steps are done."""
 
-
     def due() -> bool:
         job = supervisor.job
         committed, gang = job.newest_committed, job.gang

@@ -170,10 +170,8 @@ def tensor_digests(store: ObjectStore, index: fmt.Index) -> dict[str, str]:
                     pieces[name][offset : offset + len(data)] = data
         for name, chunk in mine:
             parts[name].append((chunk.start, bytes(pieces[name])))
-    return {
-        name: f"{index.tensors[name].dtype}{list(index.tensors[name].shape)}:{crc(b''.join(d for _, d in sorted(part))):08x}"
-        for name, part in parts.items()
-    }
+    digests = {name: crc(b"".join(data for _, data in sorted(part))) for name, part in parts.items()}
+    return {name: f"{record.dtype}{list(record.shape)}:{digests[name]:08x}" for name, record in index.tensors.items()}
 
 
 def check_stream(log: TrainingLog, reference: TrainingLog, samples: int) -> list[Check]:

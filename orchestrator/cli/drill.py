@@ -27,7 +27,7 @@ ANCESTORS_MAX = 64
 
 drill = typer.Typer(rich_markup_mode="rich")
 
-Job = Annotated[str, typer.Argument(help="The job's name.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Rank = Annotated[int | None, typer.Option(min=0, help="The rank; the highest if not given.")]
 
 

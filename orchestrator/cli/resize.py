@@ -11,8 +11,8 @@ from orchestrator.cli.terminal import say
 
 
 def resize(
-    job: Annotated[str, typer.Argument(help="The job's name.")],
-    nodes: Annotated[int, typer.Argument(min=1, max=4096, help="The new number of nodes.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")],
+    nodes: Annotated[int, typer.Argument(metavar="NODES", min=1, max=4096, help="The new number of nodes.")],
 ) -> None:
     """Save, then go on with NODES nodes. Returns when the request is accepted."""
     connect(job).request("resize", nodes=nodes)

@@ -36,7 +36,7 @@ DEFAULT_FILE = Path("orchestrator.toml")
 def run(
     *,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND…", help="The training command, the same on every rank.")
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The training command, the same on every rank.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Settings; ./orchestrator.toml if it is there.")
@@ -75,8 +75,11 @@ def run(
 ) -> None:
     """Train to the end, through losses of workers and nodes. Run the same command again to resume.
 
-    Flags beat the file. Relative paths begin at the present folder. Workers print on standard output, events go to
-    standard error. Ctrl-C or SIGTERM saves and ends (exit code 75); a second Ctrl-C ends without saving.
+    Flags beat the file. Relative paths begin at the present folder.
+
+    Workers print on standard output, events go to standard error.
+
+    Ctrl-C or SIGTERM saves and ends (exit code 75); a second Ctrl-C ends without saving.
     """
     talk = Talk(as_json=json_events)
     given = {
@@ -97,6 +100,7 @@ def run(
     check_before_start(settings)
     if dry_run:
         _print_plan(settings, as_json=json_output)
+        talk.say("nothing was started")
         return
     raise typer.Exit(_run_locally(settings, take_over, talk))
 
@@ -180,7 +184,7 @@ def _print_plan(settings: JobConfig, *, as_json: bool) -> None:
         ("variables", " ".join(found["variables"])),
         ("staging folder", f"{found['staging']} ({size_text(found['staging_free_bytes'])} free)"),
     ]
-    output().print(facts(rows, title="Would start (nothing was started)"))
+    output().print(facts(rows))
 
 
 def plan(settings: JobConfig) -> dict[str, Any]:

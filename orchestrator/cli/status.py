@@ -18,7 +18,7 @@ WATCH_SECONDS = 1.0
 
 
 def status(
-    job: Annotated[str, typer.Argument(help="The job's name.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")],
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until the job ends.")] = False,
 ) -> None:

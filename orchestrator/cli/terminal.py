@@ -47,34 +47,34 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table of plain text; None becomes a dash, numbers go to the right."""
     lines = [[_cell(value) for value in row] for row in rows]
-    found = Table(title=title, title_justify="left")
+    found = Table()
     for column, header in enumerate(headers):
-        numbers = bool(lines) and all(_is_number(line[column]) for line in lines)
-        found.add_column(header, justify="right" if numbers else "left", overflow="fold")
+        right = _right(line[column] for line in lines)
+        found.add_column(header, justify="right" if right else "left", overflow="fold")
     for line in lines:
         found.add_row(*line)
     return found
 
 
-def facts(pairs: Iterable[tuple[str, object]], *, title: str | None = None) -> Table:
-    """Names and values, without lines around them."""
-    found = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    for name, value in pairs:
-        found.add_row(Text(name, style="bold"), _cell(value))
-    return found
+def facts(pairs: Iterable[tuple[str, object]]) -> Text:
+    """One line for each name and value."""
+    rows = [(name, _cell(value)) for name, value in pairs]
+    width = max((len(name) for name, _ in rows), default=0)
+    return Text("\n").join(Text.assemble((name.ljust(width), "bold"), "  ", value) for name, value in rows)
 
 
-def _cell(value: object) -> str | Text:
+def _cell(value: object) -> Text:
     if isinstance(value, Text):
         return value
-    return "—" if value is None or value == "" else printable(str(value))
+    return Text("—" if value is None else printable(str(value)))
 
 
-def _is_number(cell: str | Text) -> bool:
-    return cell == "—" or (isinstance(cell, str) and cell[:1].isdigit())
+def _right(column: Iterable[Text]) -> bool:
+    words = [cell.plain for cell in column]
+    return any(words) and all(word[:1].isdigit() or word in ("", "—") for word in words)
 
 
 def printable(text: str) -> str:

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from orchestrator.core.messages import CheckpointId, Mode
 
+NOTICE_SECONDS_ASSUMED = 120.0  # how long absent ranks are awaited where their notice gave no deadline
+
 
 class SaveState(StrEnum):
     """Where a decided step stands."""
@@ -30,6 +32,8 @@ class Save:
     state: SaveState = SaveState.STAGING
     staged: frozenset[int] = frozenset()
     durable: frozenset[int] = frozenset()
+    given_up: frozenset[int] = frozenset()
+    """Absent ranks that went past the step or could not upload: nothing of theirs comes, and nothing is missed."""
     size_bytes: int = 0
     committer: str | None = None
     attempts: int = 1
@@ -44,11 +48,6 @@ class Save:
         """Every rank outside the absent set has staged."""
         return self.required <= self.staged
 
-    @property
-    def settled_ranks(self) -> frozenset[int]:
-        """Ranks that have either staged or are not waited for."""
-        return self.staged
-
 
 def staging_over(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
     """Whether all staging that can still happen has happened.
@@ -58,14 +57,14 @@ def staging_over(save: Save, *, gone: frozenset[int], now_seconds: float) -> boo
     if not save.complete:
         return False
     everyone = frozenset(range(save.world_size))
-    return everyone <= save.staged | gone or _overdue(save, now_seconds)
+    return everyone <= save.staged | save.given_up | gone or _overdue(save, now_seconds)
 
 
 def committable(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
     """Whether the index may and should be written now: all required receipts, and no other worth waiting for."""
     if not save.required <= save.durable:
         return False
-    still_coming = save.staged - save.durable - gone
+    still_coming = save.staged - save.durable - save.given_up - gone
     return not still_coming or _overdue(save, now_seconds)
 
 
@@ -75,4 +74,6 @@ def hopeless(save: Save, *, gone: frozenset[int]) -> frozenset[int]:
 
 
 def _overdue(save: Save, now_seconds: float) -> bool:
-    return save.deadline_seconds is not None and now_seconds >= save.deadline_seconds
+    if save.deadline_seconds is None:
+        return now_seconds >= save.decided_at_seconds + NOTICE_SECONDS_ASSUMED
+    return now_seconds >= save.deadline_seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from orchestrator.core import saving
-from orchestrator.core.commit import SaveState
 from orchestrator.core.messages import (
     EndRecorded,
     EndWorkers,
@@ -37,9 +36,17 @@ def on_rank_exited(turn: Turn, event: RankExited) -> None:
         turn.note("worker exited", f"rank {event.rank} {how}", node=event.node, rank=event.rank, step=job.highest_step)
         if event.exit_code == 0:
             _finished(turn)
-        elif not (job.spec.attached and job.phase is Phase.LEAVING):
+        elif not _may_go(turn, event.rank):
             break_gang(turn, f"rank {event.rank} {how}")
     clear(turn)
+
+
+def _may_go(turn: Turn, rank: int) -> bool:
+    """Whether a rank has done its part before the others: it has staged the step at which all leave."""
+    if turn.job.phase is not Phase.LEAVING:
+        return False
+    save = turn.leaving_save()
+    return turn.job.spec.attached or save is None or rank in save.staged
 
 
 def _finished(turn: Turn) -> None:
@@ -68,7 +75,7 @@ def on_node_lost(turn: Turn, event: NodeLost) -> None:
     turn.set(nodes={key: value for key, value in job.nodes.items() if key != event.node})
     turn.note("node lost", event.reason + (" (announced)" if announced else ""), node=event.node, step=job.highest_step)
     if member:
-        turn.set(lost_in_gang=(*job.lost_in_gang, event.node))
+        turn.set(lost_in_gang=(*job.lost_in_gang, event.node), lost_at_seconds=turn.now)
         assert job.gang is not None
         if job.phase in (Phase.STARTING, Phase.RUNNING):
             break_gang(turn, f"{event.node} is lost: {event.reason}")
@@ -76,15 +83,26 @@ def on_node_lost(turn: Turn, event: NodeLost) -> None:
             break_gang(turn, f"{event.node} is lost before the agreed step was staged")
     if job.phase is Phase.OPENING and event.node == job.opener:
         turn.go(Trigger.OPEN_FAILED)
+    if job.phase is Phase.ENDING and event.node == job.opener:
+        record(turn)
     saving.move_saves(turn)
     clear(turn)
 
 
 def _left_without(turn: Turn, node: str) -> bool:
-    """Whether the agreed step can do without this node's ranks."""
-    job = turn.job
-    assert job.gang is not None
-    return all(set(job.gang.ranks_of(node)) <= save.absent for save in job.saves.values())
+    """Whether the agreed step can do without this node's workers: it is staged, or they are absent from it."""
+    save = turn.leaving_save()
+    assert turn.job.gang is not None
+    return save is None or save.complete or set(turn.job.gang.ranks_of(node)) <= save.absent
+
+
+def limit_leaving(turn: Turn) -> None:
+    """A node is lost, and the others do not get to the agreed step without it: they hang, or will."""
+    job, save = turn.job, turn.leaving_save()
+    if job.lost_at_seconds is None or save is None or save.complete:
+        return
+    if turn.now - job.lost_at_seconds > job.spec.leave_seconds:
+        break_gang(turn, f"step {save.id.step} was not staged within {job.spec.leave_seconds:.0f} s of a node's loss")
 
 
 def on_requested(turn: Turn, event: Requested) -> None:
@@ -98,17 +116,19 @@ def on_requested(turn: Turn, event: Requested) -> None:
             turn.set(save_asked=True)
         case Request.DRAIN:
             reason = f"drained by {event.by}"
-            turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
+            if job.ending is None:
+                turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
             _leave(turn, "drain")
         case Request.CANCEL:
             reason = f"cancelled by {event.by}"
-            turn.set(ending=Ending(outcome=Outcome.CANCELLED, exit_code=int(ExitCode.FAILED), reason=reason))
+            if job.ending is None or job.ending.outcome is not Outcome.DONE:
+                turn.set(ending=Ending(outcome=Outcome.CANCELLED, exit_code=int(ExitCode.FAILED), reason=reason))
             if job.phase in ACTIVE:
                 break_gang(turn, reason)
         case Request.RESIZE:
             assert event.nodes is not None
             turn.set(wanted_nodes=event.nodes)
-            if job.gang is not None and len(job.gang.nodes) != event.nodes:
+            if job.gang is not None and (len(job.gang.nodes) > event.nodes or saving.could_join(turn)):
                 _leave(turn, f"resize to {event.nodes} nodes")
     saving.drive(turn)
 
@@ -143,9 +163,7 @@ def _end_workers(turn: Turn, reason: str, trigger: Trigger) -> None:
     if not turn.job.spec.attached:
         for node in turn.gang_nodes():
             turn.do(EndWorkers(node=node, generation=turn.job.gang.generation, reason=reason))
-    for save in list(turn.job.saves.values()):
-        if save.state is SaveState.STAGING:
-            saving.abandon(turn, save, f"not all ranks staged it: {reason}")
+    saving.abandon_unstaged(turn, reason)
     clear(turn)
 
 
@@ -160,10 +178,15 @@ def clear(turn: Turn) -> None:
     if waited > job.spec.upload_seconds:
         for save in list(turn.job.saves.values()):
             saving.abandon(turn, save, f"not durable within {job.spec.upload_seconds:.0f} s")
+    if waited > job.spec.upload_seconds + job.spec.exit_seconds:
+        for save in list(turn.job.saves.values()):
+            saving.give_up(turn, save, "nobody answers; its folder stays undecided")
     job = turn.job
-    gone = job.gone_ranks
-    running = [rank for rank, state in job.ranks.items() if state.exited is None and rank not in gone]
-    if job.saves or (running and not job.spec.attached):
+    running = [rank for rank, state in job.ranks.items() if state.exited is None and rank not in job.gone_ranks]
+    if running and not job.spec.attached:
+        return
+    saving.abandon_unstaged(turn, "its workers are gone")
+    if turn.job.saves:
         return
     _judge(turn)
     trigger = Trigger.CONCLUDED if turn.job.ending is not None else Trigger.CLEARED
@@ -189,6 +212,9 @@ def _exclude_silent(turn: Turn) -> None:
 
 def _judge(turn: Turn) -> None:
     """Decide between restarting and stopping, from the exits that were not our doing."""
+    if _last_step_is_lost(turn):
+        _run_last_steps_again(turn)
+        return
     job = turn.job
     exits = [state.exited for state in job.ranks.values() if state.exited is not None]
     own_exits = [event for event in exits if not event.ended_by_us]
@@ -201,7 +227,7 @@ def _judge(turn: Turn) -> None:
         return
     verdict = after_exits(
         exits,
-        ever_attached=job.ever_attached or job.base is not None,
+        ever_attached=job.ever_attached or job.base is not None or any(event.attached for event in exits),
         failures=job.failures,
         failures_max=job.spec.failures_max,
     )
@@ -213,6 +239,34 @@ def _judge(turn: Turn) -> None:
         turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=verdict_reason))
     elif not verdict.restart and job.ending is None:
         turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=verdict.exit_code, reason=verdict.reason))
+
+
+def _last_step_is_lost(turn: Turn) -> bool:
+    """All ranks are done, but the state after the job's last step did not get to the store."""
+    job = turn.job
+    if job.ending is None or job.ending.outcome is not Outcome.DONE or job.until is None:
+        return False
+    if not any(state.attached for state in job.ranks.values()):
+        return False
+    return job.newest_committed is None or job.newest_committed.step < job.until
+
+
+def _run_last_steps_again(turn: Turn) -> None:
+    """The job is not done before its last step is safe: start from the newest checkpoint again.
+
+    Limited like other failures, but a loss of nodes does not count. Attached workers cannot be started again: their job
+    ends resumable in the store.
+    """
+    job = turn.job
+    what = f"all ranks are done, but step {job.until} is not on the store"
+    failures = job.failures if job.lost_in_gang else job.failures + 1
+    turn.note("save failed", f"{what}; the newest checkpoint is {job.newest_committed}", step=job.until)
+    turn.set(failures=failures, ending=None)
+    if job.spec.attached:
+        turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=what))
+    elif failures > job.spec.failures_max:
+        reason = f"{what}, failure {failures} without a new checkpoint in between"
+        turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.NEVER_RESTART), reason=reason))
 
 
 def conclude(turn: Turn) -> None:
@@ -237,6 +291,16 @@ def record(turn: Turn) -> None:
         return
     turn.set(opener=node)
     turn.do(RecordEnd(node=node, generation=job.own, outcome=job.ending.outcome, reason=job.ending.reason))
+
+
+def limit_recording(turn: Turn) -> None:
+    """Nobody confirms the end record: end without it, with the same status."""
+    job = turn.job
+    assert job.ending is not None
+    if turn.now - job.since_seconds > job.spec.open_seconds:
+        turn.note("store failed", f"the end record was not confirmed within {job.spec.open_seconds:.0f} s")
+        turn.go(Trigger.RECORDED)
+        finish(turn, job.ending.exit_code, job.ending.reason)
 
 
 def on_end_recorded(turn: Turn, event: EndRecorded) -> None:

@@ -105,6 +105,7 @@ def consider(turn: Turn) -> None:
         if not choice.could_grow:
             turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.USAGE), reason=choice.reason))
             ending.conclude(turn)
+        turn.set(since_seconds=turn.now)  # patience begins when there are enough nodes to form at all
         return
     if choice.could_grow and turn.now - job.since_seconds < patience:
         return
@@ -182,9 +183,11 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
         gang=gang,
         base=event.base,
         newest_committed=event.base,
+        failures=0 if _is_progress(turn, event) else job.failures,
         committed_at_seconds=turn.now if event.base else job.committed_at_seconds,
         ranks={rank: Rank(step=step) for rank in range(gang.world_size)},
         lost_in_gang=(),
+        lost_at_seconds=None,
         broken_reason="",
         proposal=None,
         attempt=1,
@@ -219,6 +222,12 @@ def _note_restart(turn: Turn, event: GenerationOpened, old_size: int | None) -> 
         turn.note("restarted", f"same world size {size}", **where)
     else:
         turn.note("remapped", f"world size {old_size} becomes {size}", **where)
+
+
+def _is_progress(turn: Turn, event: GenerationOpened) -> bool:
+    """Whether the base is newer than what was known as committed: rolled forward by the opener."""
+    known = turn.job.newest_committed
+    return event.base is not None and (known is None or event.base > known)
 
 
 def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:

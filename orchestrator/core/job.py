@@ -87,9 +87,11 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912 (one case for 
             saving.on_upload_failed(turn, event)
         case IndexDecided():
             saving.on_index_decided(turn, event)
+            saving.move_saves(turn)
             ending.clear(turn)
         case IndexFailed():
             saving.on_index_failed(turn, event)
+            saving.move_saves(turn)
             ending.clear(turn)
         case RankExited():
             ending.on_rank_exited(turn, event)
@@ -108,6 +110,10 @@ def _on_tick(turn: Turn) -> None:
     if job.phase is Phase.OPENING and turn.now - job.since_seconds > job.spec.open_seconds:
         turn.note("store failed", f"{job.opener} did not open a generation within {job.spec.open_seconds:.0f} s")
         turn.go(Trigger.OPEN_FAILED)
+    if job.phase is Phase.LEAVING:
+        ending.limit_leaving(turn)
+    if job.phase is Phase.ENDING:
+        ending.limit_recording(turn)
     if job.phase in (Phase.RUNNING, Phase.LEAVING, Phase.CLEARING):
         saving.move_saves(turn)
         saving.drive(turn)

@@ -55,9 +55,9 @@ def periodic_step(*, last: int, every: int, until: int | None) -> int | None:
     return step if until is None else None
 
 
-def arm_now(*, step: int, highest: int, step_seconds: float) -> bool:
-    """Whether it is time to propose a periodic save at `step`."""
-    ahead = max(2, math.ceil(ARM_AHEAD_SECONDS / max(step_seconds, 1e-4)))
+def arm_now(*, step: int, highest: int, step_seconds: float, margin: int) -> bool:
+    """Whether it is time to propose a periodic save at `step`; never later than a proposal's margin allows."""
+    ahead = max(2 * margin, math.ceil(ARM_AHEAD_SECONDS / max(step_seconds, 1e-4)))
     return step - highest <= ahead
 
 

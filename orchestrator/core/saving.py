@@ -54,9 +54,12 @@ def node_is_going(turn: Turn, name: str) -> None:
 
 
 def node_stays(turn: Turn) -> None:
-    """A notice was withdrawn: do not leave for it, unless the decision is made."""
+    """A notice was withdrawn: do not leave for it, unless the decision is made or there is another reason."""
     job = turn.job
-    if job.phase is Phase.RUNNING and job.leave is not None and not _going_ranks(turn) and job.ending is None:
+    if job.phase is not Phase.RUNNING or job.leave is None or _going_ranks(turn) or job.ending is not None:
+        return
+    assert job.gang is not None
+    if len(job.gang.nodes) <= job.wanted_nodes:
         turn.set(leave=None)
 
 
@@ -104,25 +107,35 @@ def on_refused(turn: Turn, event: Refused) -> None:
     proposal = turn.job.proposal
     if proposal is None or not _present(turn, event.generation):
         return
-    if event.rank in turn.job.ranks and event.step > turn.job.ranks[event.rank].step:
-        turn.set_rank(event.rank, step=event.step)
+    _rank_is_at(turn, event.rank, event.step)
     turn.set(proposal=agreement.refuse(proposal, ballot=event.ballot, rank=event.rank))
     drive(turn)
 
 
 def on_passed(turn: Turn, event: Passed) -> None:
-    """A rank went on without staging: the step is torn and must not be used."""
-    job = turn.job
+    """A rank went on without staging: the step is torn and must not be used, unless it can do without that rank."""
     if not _present(turn, event.generation):
         return
+    _rank_is_at(turn, event.rank, event.step)
+    job = turn.job
     save = job.saves.get(CheckpointId(generation=event.generation, step=event.step))
-    if save is not None:
+    if save is not None and event.rank in save.absent:
+        turn.set_save(replace(save, given_up=save.given_up | {event.rank}))
+        move_saves(turn)
+    elif save is not None:
         abandon(turn, save, f"rank {event.rank} saw no decision in time and went on")
         if save.mode is Mode.LEAVE:
             ending.break_gang(turn, f"rank {event.rank} missed the agreed step {event.step}")
+        drive(turn)
     elif job.proposal is not None and job.proposal.step == event.step:
         turn.set(proposal=agreement.refuse(job.proposal, ballot=job.proposal.ballot, rank=event.rank))
         drive(turn)
+
+
+def _rank_is_at(turn: Turn, rank: int, step: int) -> None:
+    """A rank is known to have reached a step before its progress was reported."""
+    if rank in turn.job.ranks and step > turn.job.ranks[rank].step:
+        turn.set_rank(rank, step=step)
 
 
 def drive(turn: Turn) -> None:
@@ -183,23 +196,34 @@ def _propose_if_due(turn: Turn) -> None:
 
 def _propose_periodic(turn: Turn) -> None:
     job = turn.job
-    reachable = job.highest_step + agreement.margin_steps(job.step_seconds, job.attempt) - 1
+    margin = agreement.margin_steps(job.step_seconds, job.attempt)
+    reachable = job.highest_step + margin - 1
     if job.until is not None:
         reachable = min(reachable, job.until - 1)
     last = max(job.last_save_step, reachable)
     step = periodic_step(last=last, every=job.spec.save_every_steps, until=job.until)
     if step is None or job.highest_step >= step:
         return
-    if not arm_now(step=step, highest=job.highest_step, step_seconds=job.step_seconds):
+    _note_skipped(turn, step)
+    if not arm_now(step=step, highest=job.highest_step, step_seconds=job.step_seconds, margin=margin):
         return
     final = step == job.until
     if not final and any(rank.free_slots == 0 for rank in job.ranks.values()):
-        turn.set(last_save_step=step)
-        busy = ", ".join(str(rank) for rank, state in job.ranks.items() if state.free_slots == 0)
-        turn.note("save skipped", f"both slots are still being uploaded on ranks {busy}", step=step)
-        return
+        return  # an upload may end in time; once the step is out of reach, it is noted as skipped
     why = "the job's last step" if final else f"every {job.spec.save_every_steps} steps"
     _propose(turn, step, why, f"next save after step {job.last_save_step}")
+
+
+def _note_skipped(turn: Turn, step: int) -> None:
+    """The periodic step before `step` passed without a save: say so, once."""
+    job = turn.job
+    missed = periodic_step(last=job.last_save_step, every=job.spec.save_every_steps, until=job.until)
+    if missed is None or missed >= step:
+        return
+    turn.set(last_save_step=step - 1)
+    busy = [rank for rank, state in job.ranks.items() if state.free_slots == 0]
+    why = f"both slots of ranks {busy} are still needed" if busy else "no step could be agreed in time"
+    turn.note("save skipped", f"{why}; the next one is at step {step}", step=missed)
 
 
 def _propose(turn: Turn, step: int, why: str, arithmetic: str) -> None:
@@ -262,9 +286,8 @@ def _absent(turn: Turn) -> tuple[frozenset[int], float | None]:
     job = turn.job
     assert job.gang is not None
     going = _going_ranks(turn)
-    deadlines = [
-        node.deadline_seconds for node in job.nodes.values() if node.going and node.deadline_seconds is not None
-    ]
+    members = [job.nodes[name] for name in turn.gang_nodes()]
+    deadlines = [node.deadline_seconds for node in members if node.going and node.deadline_seconds is not None]
     everyone = len(going) == job.gang.world_size
     return (frozenset() if everyone else going), min(deadlines, default=None)
 
@@ -279,8 +302,22 @@ def _going_ranks(turn: Turn) -> frozenset[int]:
 def _want_to_grow(turn: Turn) -> None:
     """Nodes have joined that the gang could use: everybody leaves at the next periodic save to let them in."""
     job = turn.job
-    if job.leave is not None or job.proposal is None or job.gang is None or job.spec.attached:
+    growing = job.leave is not None and job.leave.at_next_save
+    if job.proposal is None or (job.leave is not None and not growing):
         return
+    new = could_join(turn)
+    last = job.until is not None and job.proposal.step >= job.until
+    if growing and (last or not new):
+        turn.set(leave=None)
+    elif new and not last and not growing:
+        turn.set(leave=Leave(reason=f"{', '.join(new)} can join", since_seconds=turn.now, at_next_save=True))
+
+
+def could_join(turn: Turn) -> tuple[str, ...]:
+    """Nodes outside the gang with which it would be larger."""
+    job = turn.job
+    if job.gang is None or job.spec.attached:
+        return ()
     choice = choose_members(
         available=job.available,
         previous=job.gang.nodes,
@@ -289,10 +326,9 @@ def _want_to_grow(turn: Turn) -> None:
         workers_per_node=job.spec.workers_per_node,
         allowed_world_sizes=job.allowed_world_sizes,
     )
-    last = job.until is not None and job.proposal.step >= job.until
-    if choice.nodes is not None and len(choice.nodes) > len(job.gang.nodes) and not last:
-        new = ", ".join(node for node in choice.nodes if node not in job.gang.nodes)
-        turn.set(leave=Leave(reason=f"{new} can join", since_seconds=turn.now, at_next_save=True))
+    if choice.nodes is None or len(choice.nodes) <= len(job.gang.nodes):
+        return ()
+    return tuple(node for node in choice.nodes if node not in job.gang.nodes)
 
 
 # ------------------------------------------------------------------------------ staged, durable, decided
@@ -301,13 +337,12 @@ def _want_to_grow(turn: Turn) -> None:
 def on_staged(turn: Turn, event: Staged) -> None:
     """A rank's shard is in its slot; when the step is complete, uploads start everywhere."""
     save = _save_of(turn, event.generation, event.step)
-    if save is None:
+    if save is None or save.state is SaveState.ABANDONING or event.rank in save.staged:
         return
-    was_complete = save.complete
     save = replace(save, staged=save.staged | {event.rank}, size_bytes=save.size_bytes + event.size_bytes)
     turn.set_save(save)
     turn.set(stage_seconds=event.seconds)
-    if save.complete and not was_complete:
+    if save.complete and save.state is SaveState.STAGING:
         save = replace(save, state=SaveState.UPLOADING)
         turn.set_save(save)
         size = f"{save.size_bytes / 2**20:.1f} MiB"
@@ -338,25 +373,47 @@ def on_uploaded(turn: Turn, event: Uploaded) -> None:
 def on_upload_failed(turn: Turn, event: UploadFailed) -> None:
     """A shard cannot be made durable: the step is abandoned, training goes on, the old checkpoint stays."""
     save = _save_of(turn, event.generation, event.step)
-    if save is not None:
-        turn.note("save failed", event.reason, node=event.node, step=event.step, rank=event.rank)
+    if save is None:
+        return
+    turn.note("save failed", event.reason, node=event.node, step=event.step, rank=event.rank)
+    if event.rank in save.absent:
+        turn.set_save(replace(save, given_up=save.given_up | {event.rank}))
+    else:
         abandon(turn, save, f"rank {event.rank} could not upload: {event.reason}")
-        move_saves(turn)
+    move_saves(turn)
 
 
 def move_saves(turn: Turn) -> None:
     """Move every decided step on: leave when staging is over, commit when the receipts are there."""
-    for save in list(turn.job.saves.values()):
-        _move_save(turn, save)
+    _leave_if_over(turn)
+    for key in list(turn.job.saves):
+        save = turn.job.saves.get(key)
+        if save is not None:
+            _move_save(turn, save)
+    _leave_if_over(turn)
+
+
+def _leave_if_over(turn: Turn) -> None:
+    """In LEAVING: go when all that can still be staged is staged, or when the step is given up."""
+    job, save = turn.job, turn.leaving_save()
+    if job.phase is not Phase.LEAVING:
+        return
+    why = job.leave.reason if job.leave else ""
+    if save is None or save.state is SaveState.ABANDONING:
+        ending.leave_gang(turn, f"the agreed step is given up, {why}")
+    elif staging_over(save, gone=job.gone_ranks, now_seconds=turn.now):
+        ending.leave_gang(turn, f"step {save.id.step} is staged, {why}")
 
 
 def _move_save(turn: Turn, save: Save) -> None:
     job = turn.job
-    if save.mode is Mode.LEAVE and job.phase is Phase.LEAVING:
-        if staging_over(save, gone=job.gone_ranks, now_seconds=turn.now):
-            ending.leave_gang(turn, f"step {save.id.step} is staged, {job.leave.reason if job.leave else ''}")
-    if save.state is SaveState.COMMITTING and save.committer not in turn.job.nodes:
+    writer_lost = save.committer is not None and save.committer not in job.nodes
+    if save.state is SaveState.ABANDONING and writer_lost:
+        _write_abandoned(turn, save, f"{save.committer}, which was to write this, is lost")
+    if save.state is SaveState.COMMITTING and writer_lost:
         save = replace(save, state=SaveState.UPLOADING)
+    if save.mode is Mode.LEAVE and job.phase is Phase.LEAVING:
+        return  # absent ranks may still stage: the index waits until all have left
     if save.state is SaveState.UPLOADING:
         lost = hopeless(save, gone=job.gone_ranks)
         if lost:
@@ -366,8 +423,9 @@ def _move_save(turn: Turn, save: Save) -> None:
 
 
 def _commit(turn: Turn, save: Save) -> None:
-    committer = _any_node(turn)
+    committer = _any_node(turn, but=save.committer)
     if committer is None:
+        give_up(turn, save, "no node is left to write the index: the next generation rolls it forward")
         return
     turn.set_save(replace(save, state=SaveState.COMMITTING, committer=committer))
     turn.do(
@@ -388,7 +446,9 @@ def on_index_decided(turn: Turn, event: IndexDecided) -> None:
         return
     _settle(turn, save, committed=event.committed)
     if event.committed:
-        turn.set(newest_committed=save.id, committed_at_seconds=turn.now, failures=0)
+        known = turn.job.newest_committed
+        newest = save.id if known is None else max(known, save.id)
+        turn.set(newest_committed=newest, committed_at_seconds=turn.now, failures=0)
         seconds = turn.now - save.decided_at_seconds
         facts = turn.facts(seconds_since_agreed=seconds, size_bytes=save.size_bytes, mode=str(save.mode))
         if turn.job.leave is not None and save.mode is Mode.LEAVE:
@@ -411,8 +471,7 @@ def on_index_failed(turn: Turn, event: IndexFailed) -> None:
     if save is None:
         return
     if save.state is SaveState.COMMITTING and save.attempts < COMMIT_ATTEMPTS_MAX:
-        turn.set_save(replace(save, state=SaveState.UPLOADING, attempts=save.attempts + 1, committer=None))
-        move_saves(turn)
+        turn.set_save(replace(save, state=SaveState.UPLOADING, attempts=save.attempts + 1))
         return
     turn.note("save failed", f"the index could not be written: {event.reason}", node=event.node, step=event.step)
     _settle(turn, save, committed=False)
@@ -422,8 +481,25 @@ def abandon(turn: Turn, save: Save, reason: str) -> None:
     """Give a decided step up: its folder gets an abandoned index, its slots become free."""
     if save.state is SaveState.ABANDONING:
         return
-    node = _any_node(turn)
     turn.note("abandoned", reason, step=save.id.step)
+    _write_abandoned(turn, save, reason)
+
+
+def abandon_unstaged(turn: Turn, reason: str) -> None:
+    """Nothing will be staged any more: give up every decided step that is not complete."""
+    for save in list(turn.job.saves.values()):
+        if save.state is SaveState.STAGING:
+            abandon(turn, save, f"not all ranks staged it: {reason}")
+
+
+def give_up(turn: Turn, save: Save, reason: str) -> None:
+    """Nobody can write the index now: the step is forgotten here and stays undecided on the store."""
+    turn.note("save failed", reason, step=save.id.step)
+    _settle(turn, save, committed=False)
+
+
+def _write_abandoned(turn: Turn, save: Save, reason: str) -> None:
+    node = _any_node(turn)
     if node is None:
         _settle(turn, save, committed=False)
         return
@@ -437,11 +513,11 @@ def _settle(turn: Turn, save: Save, *, committed: bool) -> None:
         turn.do(Settled(node=node, generation=save.id.generation, step=save.id.step, committed=committed))
 
 
-def _any_node(turn: Turn) -> str | None:
-    """A node to act on the store: one that stays, if there is one."""
-    nodes = turn.gang_nodes()
-    staying = [node for node in nodes if not turn.job.nodes[node].going]
-    return next(iter(staying or nodes), None)
+def _any_node(turn: Turn, but: str | None = None) -> str | None:
+    """A node to act on the store: one that stays, of the gang, and not the one that has just failed, if possible."""
+    members = turn.gang_nodes()
+    nodes = members + [node for node in turn.job.nodes if node not in members]
+    return min(nodes, key=lambda node: (node == but, turn.job.nodes[node].going), default=None)
 
 
 def _staging_save(turn: Turn) -> Save | None:

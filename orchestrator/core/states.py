@@ -14,7 +14,7 @@ from typing import Any
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
 from orchestrator.core.membership import Gang
-from orchestrator.core.messages import Action, CheckpointId, Note, Outcome, RankExited, Scalar
+from orchestrator.core.messages import Action, CheckpointId, Mode, Note, Outcome, RankExited, Scalar
 
 
 class Phase(StrEnum):
@@ -97,6 +97,8 @@ class JobSpec:
     """Time limit for claiming a generation and choosing its base."""
     exit_seconds: float = 10.0
     """A worker whose exit is not confirmed by then excludes its node."""
+    leave_seconds: float = 60.0
+    """Once a node is lost while all are to leave, the others must have staged the agreed step by then."""
     upload_seconds: float = 3600.0
     """A complete step that is not durable by then is abandoned when the gang is cleared."""
     store_retry_seconds: float = 5.0
@@ -165,6 +167,7 @@ class Job:
     avoid: tuple[CheckpointId, ...] = ()
     ranks: Mapping[int, Rank] = field(default_factory=dict)
     lost_in_gang: tuple[str, ...] = ()
+    lost_at_seconds: float | None = None
     broken_reason: str = ""
     broken_at_seconds: float | None = None
     proposal: Proposal | None = None
@@ -251,6 +254,10 @@ class Turn:
     def set_node(self, name: str, **changes: Any) -> None:
         """Change what is known of one node."""
         self.set(nodes={**self.job.nodes, name: replace(self.job.nodes[name], **changes)})
+
+    def leaving_save(self) -> Save | None:
+        """The decided step at which all workers leave, while it is not settled."""
+        return next((save for save in self.job.saves.values() if save.mode is Mode.LEAVE), None)
 
     def set_save(self, save: Save) -> None:
         """Store the new value of one decided step."""

@@ -71,7 +71,7 @@ class PeerStore:
         """The agent's address, without the token."""
         return self._address.url
 
-    def create(self, key: str, pieces: Iterable[Piece]) -> None:  # noqa: ARG002
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
         """Always StoreDeniedError: an agent alone writes what it holds."""
         raise StoreDeniedError(key, f"{self.url} is read only")
 

@@ -69,7 +69,7 @@ def _start_supervisor(folder: Path, *, store: str, job: str, save_every: int, wo
     }
     log = (folder / "supervisor.log").open("ab")
     process = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.supervisor.attached"],
+        [sys.executable, "-m", "orchestrator.cli.attached"],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
@@ -94,6 +94,9 @@ def _wait_for_launch(folder: Path, rank: int) -> Launch:
             return Launch.read(launch_path)
         if failed_path.exists():
             failed = json.loads(failed_path.read_text())
+            if failed["exit_code"] == 0:
+                sys.stderr.write(f"orchestrator: {failed['reason']}\n")
+                raise SystemExit(0)
             raise DIE_WITH.get(int(failed["exit_code"]), SupervisorError)(failed["reason"])
         time.sleep(0.02)
     raise SupervisorError(f"no supervisor came up within {START_SECONDS_MAX:.0f} s; see {folder / 'supervisor.log'}")

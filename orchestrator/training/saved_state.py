@@ -167,7 +167,7 @@ class SavedState:
         if index.world_size != self._launch.world_size:
             raise StateError(
                 name,
-                f"its state was different on each of {index.world_size} ranks; it cannot go to {self._launch.world_size}",
+                f"it was different on each of {index.world_size} ranks; it cannot go to {self._launch.world_size}",
             )
         return of_rank[name]
 
@@ -211,6 +211,6 @@ class SavedState:
         if differing:
             raise GateError(
                 tuple(differing),
-                f"after restoring {index.id}, {', '.join(differing)} differ from what was saved: the script changes them "
-                "before or during attach; if that is intended, say accept=(…)",
+                f"after restoring {index.id}, {', '.join(differing)} differ from what was saved: the script changes "
+                "them; if that is intended, say accept=(…)",
             )

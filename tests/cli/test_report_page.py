@@ -11,7 +11,6 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from orchestrator.cli import report_page
 from orchestrator.cli.report_page import (
     SAMPLES_FACT,
     SUMMARY_HEADERS,
@@ -25,6 +24,9 @@ from orchestrator.cli.report_page import (
     render,
     summary_rows,
 )
+from orchestrator.cli.report_page.labels import Label, place_labels
+from orchestrator.cli.report_page.marks import MARK_STYLES
+from orchestrator.cli.report_page.scales import scale_over, ticks, time_step
 
 VOID_ELEMENTS = {"meta"}
 NUMBERS_IN = ("x", "y", "width", "height", "rx", "r", "cx", "cy", "viewbox")
@@ -267,10 +269,9 @@ class TestLabels:
         rng = random.Random(seed)
         marks = [rng.uniform(100, 1000) for _ in range(rng.randrange(1, 60))]
         labels = [
-            report_page._Label(x=x, before=-9, after=rng.uniform(20, 120), rank=rng.randrange(3), text="", title="")
-            for x in marks
+            Label(x=x, before=-9, after=rng.uniform(20, 120), rank=rng.randrange(3), text="", title="") for x in marks
         ]
-        spots = report_page._place_labels(labels, rows_max=3, left=90, right=1080, marks=marks)
+        spots = place_labels(labels, rows_max=3, left=90, right=1080, marks=marks)
         assert spots
         for one, other in combinations(spots, 2):
             if one.row == other.row:
@@ -283,11 +284,11 @@ class TestLabels:
 
     @pytest.mark.parametrize("spread", [1e-9, 0.03, 1.0, 7.3, 59.0, 61.0, 4_000.0, 90_000.0, 1e7, 1e12])
     def test_ticks_are_even_few_and_within_the_scale(self, spread: float) -> None:
-        scale = report_page._scale([0.0, spread], start=0, end=1000)
-        step = report_page._time_step(scale.high - scale.low, 10)
-        ticks = report_page._ticks(scale, step)
-        assert 2 <= len(ticks) <= 11
-        assert all(later - earlier == pytest.approx(step) for earlier, later in pairwise(ticks))
+        scale = scale_over([0.0, spread], start=0, end=1000)
+        step = time_step(scale.high - scale.low, 10)
+        found = ticks(scale, step)
+        assert 2 <= len(found) <= 11
+        assert all(later - earlier == pytest.approx(step) for earlier, later in pairwise(found))
 
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&lt;\x00\ud800]]></style>"
@@ -301,7 +302,7 @@ class TestHostileInput:
             subtitle=HOSTILE,
             events=tuple(
                 event(kind, 1.0 * index, node=HOSTILE, step=1, reason=HOSTILE)
-                for index, kind in enumerate((*report_page._MARK_STYLES, HOSTILE))
+                for index, kind in enumerate((*MARK_STYLES, HOSTILE))
             ),
             generations=tuple(dataclasses.replace(span, nodes=(HOSTILE,)) for span in report.generations),
             losses=report.losses,
@@ -339,7 +340,7 @@ class TestHostileInput:
         def node() -> str | None:
             return rng.choice(("node-0", "node-1", "", None))
 
-        kinds = (*report_page._MARK_STYLES, "staged")
+        kinds = (*MARK_STYLES, "staged")
         report = Report(
             title="",
             subtitle="",

@@ -1,8 +1,8 @@
 """A real training in miniature for tests: DDP over gloo if there are several ranks, Adam, dropout, LR schedule.
 
 Options are environment variables, so that the same command line runs everywhere:
-STEPS, STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults), LOADER (DataLoader workers),
-ODD (a scheduler state that cannot be saved).
+STEPS, STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults), LOADER (DataLoader
+workers), ODD (a scheduler state that cannot be saved).
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
 
 from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.core.job import Phase
 from orchestrator.supervisor.loop import Supervisor
+from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
 
 AGENT_POINTS = (
     "after-base",

@@ -1,4 +1,4 @@
-"""`python -m orchestrator.supervisor.attached < settings`: supervisor and agent of one unsupervised script.
+"""`python -m orchestrator.cli.attached < settings`: supervisor and agent of one unsupervised script.
 
 Started by `training.attached` in a session of its own, so that it outlives the script until the last checkpoint is
 decided. It adopts the script's workers and never starts any.
@@ -32,6 +32,8 @@ from orchestrator.telemetry import EventLog, json_lines_sink
 
 LOCK_WAIT_SECONDS = 30.0
 """An earlier start of the same script may still be uploading its last checkpoint."""
+TELL_SECONDS = 60.0
+"""How long the reason for not starting is kept for the script to read."""
 
 
 class AttachedSettings(BaseModel):
@@ -124,10 +126,8 @@ def main() -> int:
         finish = Finish(exit_code=int(error.exit_code), reason=str(error))
     finally:
         state.release()
-    if finish.exit_code in (1, 2, 3, 78):
-        _tell(settings.folder, finish)
-    else:
-        shutil.rmtree(settings.folder, ignore_errors=True)
+    _tell(settings, finish)
+    shutil.rmtree(settings.folder, ignore_errors=True)
     return finish.exit_code
 
 
@@ -143,11 +143,21 @@ def _acquire(state: StateFolder) -> None:
             time.sleep(0.1)
 
 
-def _tell(folder: Path, finish: Finish) -> None:
-    """Leave the reason where a script that still waits for its launch file looks."""
-    draft = folder / "failed.draft"
+def _tell(settings: AttachedSettings, finish: Finish) -> None:
+    """If the script never got its launch files, leave the reason where it looks, until it is gone."""
+    launches = [settings.folder / f"launch-{rank:05d}.json" for rank in range(settings.world_size)]
+    if all(path.exists() for path in launches):
+        return
+    draft = settings.folder / "failed.draft"
     draft.write_text(json.dumps({"exit_code": finish.exit_code, "reason": finish.reason}))
-    draft.rename(folder / "failed.json")
+    draft.rename(settings.folder / "failed.json")
+    until = time.monotonic() + TELL_SECONDS
+    while time.monotonic() < until and any(_alive(path) for path in settings.folder.glob("worker-*.pid")):
+        time.sleep(0.1)
+
+
+def _alive(pid_path: Path) -> bool:
+    return Path(f"/proc/{pid_path.read_text()}").exists()
 
 
 if __name__ == "__main__":
