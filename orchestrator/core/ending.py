@@ -36,7 +36,9 @@ def on_rank_exited(turn: Turn, event: RankExited) -> None:
         turn.note("worker exited", f"rank {event.rank} {how}", node=event.node, rank=event.rank, step=job.highest_step)
         if event.exit_code == 0:
             _finished(turn)
-        elif not _may_go(turn, event.rank):
+        elif _may_go(turn, event.rank):
+            turn.set(lost_at_seconds=turn.now)
+        else:
             break_gang(turn, f"rank {event.rank} {how}")
     clear(turn)
 
@@ -97,12 +99,12 @@ def _left_without(turn: Turn, node: str) -> bool:
 
 
 def limit_leaving(turn: Turn) -> None:
-    """A node is lost, and the others do not get to the agreed step without it: they hang, or will."""
+    """A part of the gang is gone, and the others do not get to the agreed step without it: they hang, or will."""
     job, save = turn.job, turn.leaving_save()
     if job.lost_at_seconds is None or save is None or save.complete:
         return
     if turn.now - job.lost_at_seconds > job.spec.leave_seconds:
-        break_gang(turn, f"step {save.id.step} was not staged within {job.spec.leave_seconds:.0f} s of a node's loss")
+        break_gang(turn, f"step {save.id.step} was not staged within {job.spec.leave_seconds:.0f} s of a loss")
 
 
 def on_requested(turn: Turn, event: Requested) -> None:

@@ -98,7 +98,7 @@ class JobSpec:
     exit_seconds: float = 10.0
     """A worker whose exit is not confirmed by then excludes its node."""
     leave_seconds: float = 60.0
-    """Once a node is lost while all are to leave, the others must have staged the agreed step by then."""
+    """Once a node or worker is lost while all are to leave, the others must have staged the agreed step by then."""
     upload_seconds: float = 3600.0
     """A complete step that is not durable by then is abandoned when the gang is cleared."""
     store_retry_seconds: float = 5.0

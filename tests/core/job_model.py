@@ -119,6 +119,8 @@ class Agent:
 
     name: str
     alive: bool = True
+    given_up: bool = False
+    """The scheduler has reported it lost."""
     generation: int = 0
     record: Record = field(default_factory=Record)
     refused_ballot: int = 0
@@ -347,7 +349,13 @@ class Model:
     def post(self, agent: Agent, event: Event) -> None:
         """Agent → supervisor, in order; what is on its way arrives even if the node is lost."""
         agent.delivered = max(agent.delivered, self.now + self.delay()) + 1e-6
-        self.later(agent.delivered - self.now, lambda: self.submit(event))
+
+        def arrive() -> None:
+            if agent.given_up and isinstance(event, NodeJoined):
+                return  # the one late word that would bring a lost node back to life: the core cannot tell it
+            self.submit(event)
+
+        self.later(agent.delivered - self.now, arrive)
 
     # -- scheduler ---------------------------------------------------------------------------------------
 
@@ -376,7 +384,12 @@ class Model:
         if agent is None:
             return
         self.stop(agent)
-        self.later(self.delay(4), lambda: self.submit(NodeLost(node=name, reason="reclaimed")))
+
+        def report() -> None:
+            agent.given_up = True
+            self.submit(NodeLost(node=name, reason="reclaimed"))
+
+        self.later(self.delay(4), report)
 
     # -- faults ------------------------------------------------------------------------------------------
 

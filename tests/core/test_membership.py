@@ -1,0 +1,85 @@
+"""Who is in the next generation, and which ranks they get (F56, F65, F90)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from orchestrator.core.membership import choose_members, form, largest_allowed
+
+CASES: list[tuple[str, list[str], list[str], int, int, list[int] | None, tuple[str, ...] | None, bool]] = [
+    # what, available, previous, at least, wanted, allowed world sizes, members, could grow
+    ("all are there", ["b", "a"], [], 1, 2, None, ("a", "b"), False),
+    ("one is missing", ["a"], [], 1, 2, None, ("a",), True),
+    ("too few", ["a"], [], 2, 3, None, None, True),
+    ("none", [], [], 1, 2, None, None, True),
+    ("more than wanted", ["c", "b", "a"], [], 1, 2, None, ("a", "b"), False),
+    ("survivors first, in their order", ["a", "c", "b"], ["c", "b"], 1, 3, None, ("c", "b", "a"), False),
+    ("a lost one leaves no hole", ["d", "c", "a"], ["a", "b", "c"], 1, 3, None, ("a", "c", "d"), False),
+    ("numbers sort as numbers", ["node-10", "node-9"], [], 1, 2, None, ("node-9", "node-10"), False),
+    ("three ranks each do not divide", ["a", "b", "c"], [], 1, 3, [2, 4, 8], ("a", "b"), False),
+    ("a larger one would be allowed", ["a", "b", "c"], [], 1, 4, [2, 4, 8], ("a", "b"), True),
+    ("the allowed one is below the smallest", ["a", "b", "c"], [], 3, 3, [2], None, False),
+    ("nothing is allowed", ["a", "b", "c"], [], 1, 3, [5], None, False),
+    ("nothing is allowed ever", ["a"], [], 1, 3, [], None, False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].replace(" ", "-"))
+def test_members(
+    case: tuple[str, list[str], list[str], int, int, list[int] | None, tuple[str, ...] | None, bool],
+) -> None:
+    _, available, previous, least, wanted, allowed, members, could_grow = case
+    choice = choose_members(
+        available=available,
+        previous=previous,
+        nodes_min=least,
+        nodes_wanted=wanted,
+        workers_per_node=1,
+        allowed_world_sizes=allowed,
+    )
+    assert (choice.nodes, choice.could_grow) == (members, could_grow)
+    assert choice.reason
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "allowed", "largest"),
+    [(4, 2, None, 4), (4, 2, [8], 4), (4, 2, [2, 4], 2), (4, 2, [3, 5], 0), (0, 2, [2], 0), (4, 3, [6, 7, 8], 2)],
+)
+def test_largest_allowed(nodes: int, workers: int, allowed: list[int] | None, largest: int) -> None:
+    assert largest_allowed(nodes, workers, allowed) == largest
+
+
+def test_ranks_are_contiguous_on_each_node_and_every_rank_has_one_node() -> None:
+    gang = form(generation=4, nodes=("b", "a"), workers_per_node=3)
+    assert (gang.generation, gang.world_size, gang.nodes) == (4, 6, ("b", "a"))
+    assert (list(gang.ranks_of("b")), list(gang.ranks_of("a")), list(gang.ranks_of("c"))) == ([0, 1, 2], [3, 4, 5], [])
+    assert [gang.node_of(rank) for rank in range(6)] == ["b"] * 3 + ["a"] * 3
+
+
+def test_whatever_is_available_the_choice_keeps_its_promises(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [f"node-{number}" for number in range(8)]
+    for _ in range(500):
+        available = draw.sample(names, draw.randint(0, 8))
+        previous = draw.sample(names, draw.randint(0, 8))
+        allowed = draw.choice([None, sorted(draw.sample(range(1, 17), draw.randint(0, 6)))])
+        least, workers = draw.randint(1, 3), draw.randint(1, 3)
+        wanted = draw.randint(least, 8)
+        choice = choose_members(
+            available=available,
+            previous=previous,
+            nodes_min=least,
+            nodes_wanted=wanted,
+            workers_per_node=workers,
+            allowed_world_sizes=allowed,
+        )
+        if choice.nodes is None:
+            continue
+        assert set(choice.nodes) <= set(available)
+        assert len(set(choice.nodes)) == len(choice.nodes)
+        assert least <= len(choice.nodes) <= wanted
+        assert allowed is None or len(choice.nodes) * workers in allowed
+        survivors = [node for node in previous if node in available]
+        assert list(choice.nodes)[: len(survivors)] == survivors[: len(choice.nodes)]

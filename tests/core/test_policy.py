@@ -1,0 +1,132 @@
+"""Deadlines, the rhythm of periodic saves, and what follows from workers' exits (F3, F18, F119, F125)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from orchestrator.core.agreement import margin_steps
+from orchestrator.core.messages import RankExited, Verdict
+from orchestrator.core.policy import AfterExit, after_exits, arm_now, describe_exit, fit_deadline, periodic_step
+
+
+@pytest.mark.parametrize(
+    ("steps", "stage", "bandwidth", "remaining", "fits"),
+    [
+        (2, None, None, 120.0, True),
+        (2, None, None, None, True),
+        (2, 1.0, 100.0, None, True),
+        (2, 1.0, 100.0, 13.0, True),
+        (2, 1.0, 100.0, 12.9, False),
+        (200, None, None, 120.0, False),
+        (0, None, None, 0.0, True),
+        (0, None, None, -1.0, False),
+    ],
+)
+def test_an_emergency_save_fits_or_not_with_the_arithmetic(
+    steps: int, stage: float | None, bandwidth: float | None, remaining: float | None, fits: bool
+) -> None:
+    fit = fit_deadline(
+        steps_away=steps,
+        step_seconds=1.0,
+        stage_seconds=stage,
+        size_bytes=1000,
+        bandwidth_bytes_per_second=bandwidth,
+        remaining_seconds=remaining,
+    )
+    assert fit.fits is fits
+    assert f"{steps:.1f} s to the step" in fit.reason
+    assert ("nothing measured yet" in fit.reason) is (bandwidth is None)
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "until", "step"),
+    [
+        (0, 10, None, 10),
+        (9, 10, None, 10),
+        (10, 10, None, 20),
+        (10, 10, 15, 15),
+        (10, 10, 20, 20),
+        (15, 10, 15, None),
+        (16, 10, 15, None),
+        (3, 0, None, None),
+        (3, 0, 15, 15),
+        (15, 0, 15, None),
+    ],
+)
+def test_the_next_periodic_save(last: int, every: int, until: int | None, step: int | None) -> None:
+    assert periodic_step(last=last, every=every, until=until) == step
+
+
+@pytest.mark.parametrize(
+    ("step", "highest", "step_seconds", "armed"),
+    [(10, 5, 1.0, False), (10, 6, 1.0, True), (10, 8, 1.0, True), (200, 90, 0.01, False), (200, 100, 0.01, True)],
+)
+def test_a_periodic_save_is_armed_about_a_second_ahead(
+    step: int, highest: int, step_seconds: float, armed: bool
+) -> None:
+    assert arm_now(step=step, highest=highest, step_seconds=step_seconds, margin=margin_steps(step_seconds)) is armed
+
+
+def test_however_many_refusals_a_periodic_save_can_still_be_armed() -> None:
+    """The nearest step that may be proposed is armed: refusals never end periodic saves for good."""
+    for attempt, step_seconds in itertools.product(range(1, 9), [0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 30.0]):
+        margin = margin_steps(step_seconds, attempt)
+        assert arm_now(step=100 + margin, highest=100, step_seconds=step_seconds, margin=margin)
+
+
+def exited(code: int | None, verdict: Verdict = Verdict.NONE, *, by_us: bool = False, evidence: str = "") -> RankExited:
+    """An exit of rank 1."""
+    return RankExited(
+        node="a",
+        generation=1,
+        rank=1,
+        exit_code=code,
+        attached=True,
+        verdict=verdict,
+        ended_by_us=by_us,
+        evidence=evidence,
+    )
+
+
+def judge(*exits: RankExited, ever_attached: bool = True, failures: int = 0) -> AfterExit:
+    """With a limit of three failures."""
+    return after_exits(exits, ever_attached=ever_attached, failures=failures, failures_max=3)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "restart", "counts", "exit_code"),
+    [
+        (judge(), True, False, 0),
+        (judge(exited(-9, by_us=True)), True, False, 0),
+        (judge(exited(1, by_us=True), exited(0)), True, False, 0),
+        (judge(exited(1)), True, True, 0),
+        (judge(exited(-11)), True, True, 0),
+        (judge(exited(None)), True, True, 0),
+        (judge(exited(1), failures=2), True, True, 0),
+        (judge(exited(1), failures=3), False, True, 78),
+        (judge(exited(1, Verdict.REFUSED)), False, True, 78),
+        (judge(exited(1), exited(1, Verdict.REFUSED)), False, True, 78),
+        (judge(exited(1, Verdict.REFUSED, by_us=True)), True, False, 0),
+        (judge(exited(7), ever_attached=False), False, True, 7),
+        (judge(exited(-9), ever_attached=False), False, True, 1),
+        (judge(exited(1, Verdict.UNREADABLE)), True, True, 0),
+    ],
+)
+def test_what_follows_from_exits(verdict: AfterExit, restart: bool, counts: bool, exit_code: int) -> None:
+    assert (verdict.restart, verdict.counts_as_failure, verdict.exit_code) == (restart, counts, exit_code)
+    assert verdict.reason
+
+
+def test_the_reason_names_the_rank_and_its_last_words() -> None:
+    reason = judge(exited(1, evidence="Traceback\n  …\nValueError: nan\n\n")).reason
+    assert reason == "rank 1 exited with status 1: ValueError: nan"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "exited with status 0"), (-9, "was killed by signal 9"), (None, "ended with an unknown status")],
+)
+def test_describe_exit(code: int | None, words: str) -> None:
+    assert describe_exit(code) == words
