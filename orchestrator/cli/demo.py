@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -50,7 +49,6 @@ from orchestrator.telemetry import EventRecord
 
 EXAMPLE = Path("examples/gpt/train.py")
 GLOBAL_BATCH = 32
-LINES_SHOWN = 12
 RUN_SECONDS_MAX = 900.0
 
 Scenario = Callable[[Supervisor, "Plan"], Awaitable[None]]
@@ -82,38 +80,29 @@ class RunResult:
 
 
 class Screen:
-    """Live progress on a terminal; plain lines elsewhere."""
+    """One line for each event; below them, on a terminal, the runs' live progress."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._lines: list[str] = []
         self.progress = Progress(
-            TextColumn("{task.description:<34}"),
-            BarColumn(),
-            TextColumn("step {task.completed:>4.0f} of {task.total:.0f}  {task.fields[state]:<28}"),
+            TextColumn("{task.description:<30}"),
+            BarColumn(bar_width=20),
+            TextColumn("step {task.completed:>4.0f} of {task.total:.0f}  {task.fields[state]:<20}"),
             TimeElapsedColumn(),
             console=console,
+            disable=not console.is_terminal,
         )
-        self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render)
 
     def __enter__(self) -> Screen:
-        if self._console.is_terminal:
-            self._live.start()
+        self.progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-
-    def _render(self) -> Group:
-        return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in self._lines), self.progress)
+        self.progress.stop()
 
     def line(self, text: str) -> None:
-        """One line for one event."""
-        if self._console.is_terminal:
-            self._lines = [*self._lines, text][-LINES_SHOWN:]
-        else:
-            self._console.print(Text(text), soft_wrap=True)
+        """Print one event's line above the progress."""
+        self._console.print(Text(text), soft_wrap=not self._console.is_terminal, overflow="ellipsis", no_wrap=True)
 
 
 def demo(
@@ -380,7 +369,8 @@ def _figures(report: Report, results: list[RunResult]) -> dict[str, object]:
 def _show(console: Console, report: Report, page: Path) -> None:
     table = Table(title="What the interruptions cost")
     for column, header in enumerate(SUMMARY_HEADERS):
-        table.add_column(header, justify="left" if column in SUMMARY_TEXT_COLUMNS else "right")
+        words = column in SUMMARY_TEXT_COLUMNS
+        table.add_column(header, justify="left" if words else "right", no_wrap=words)
     for row in summary_rows(report.interruptions):
         table.add_row(*row)
     console.print(table)

@@ -1,8 +1,8 @@
 """A real training in miniature for tests: DDP over gloo if there are several ranks, Adam, dropout, LR schedule.
 
 Options are environment variables, so that the same command line runs everywhere:
-STEPS, STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults), LOADER (DataLoader
-workers), ODD (a scheduler state that cannot be saved).
+STEPS, STEP_SECONDS, FIRST_STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults),
+LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved).
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def main() -> None:
         began = time.monotonic()
         for _ in range(sampler.micro_batches_per_step):
             inputs, targets = next(loader)
+            if run.step == 0:
+                time.sleep(float(os.environ.get("FIRST_STEP_SECONDS", "0")) / sampler.micro_batches_per_step)
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         scheduler.step()

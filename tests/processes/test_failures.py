@@ -125,6 +125,25 @@ async def test_sigterm_to_one_worker_of_four(tmp_path: Path, staging: str) -> No
     check_store(result.store)
 
 
+async def test_notice_during_the_first_long_step(
+    tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F5: a notice while the first step compiles is not missed: everybody leaves at the first steps' boundary."""
+    monkeypatch.setenv("FIRST_STEP_SECONDS", "3")
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.phase is Phase.RUNNING)
+        assert supervisor.job.highest_step == 0
+        supervisor.rehearse_notice("node-1", 20)
+        await until(lambda: supervisor.job.newest_committed is not None)
+
+    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario)
+    assert result.finish.exit_code == 0, result.output()
+    left = next(record for record in result.kinds("committed") if record.facts["mode"] == "leave")
+    assert float(left.facts["seconds_before_deadline"] or 0) > 0
+    assert final_digests(result.store) == reference
+
+
 async def test_drain_and_resume(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
     """Drain saves first, then ends with 75; the same run resumes and ends the same (F79: also the very first start)."""
 
