@@ -10,7 +10,7 @@ import base64
 import json
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import crc32c
@@ -24,6 +24,13 @@ BLOCK_BYTES = 1 << 20
 """Digests are kept for blocks of this size, so that a range read can be verified in whole blocks."""
 RECORD_BYTES_MAX = 1 << 30
 """No receipt or index is believed to be larger than this."""
+DTYPE_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "C64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+"""Bytes per element of the safetensors dtypes that this format version stores."""
 
 Count = Annotated[int, Field(ge=0)]
 _CHECKPOINT = re.compile(r"checkpoints/g(\d{8,})-s(\d{10,})/(.+)\Z")
@@ -265,7 +272,7 @@ def load(record_type: type[RecordT], key: str, data: bytes) -> RecordT:
 def load_fields(key: str, data: bytes) -> dict[str, Any]:
     """The fields of a record of a known version."""
     try:
-        fields = json.loads(data)
+        fields = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise FormatError(key, f"is not JSON ({len(data)} bytes): truncated or edited") from error
     if not isinstance(fields, dict):
@@ -278,15 +285,21 @@ def load_fields(key: str, data: bytes) -> dict[str, Any]:
     return fields
 
 
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
 def load_index(key: str, data: bytes) -> Index | AbandonedIndex:
-    """Parse an index, committed or abandoned."""
+    """Parse an index, committed or abandoned. What a committed one says of its shards and tensors fits together."""
     fields = load_fields(key, data)
     if fields.get("state") == "abandoned":
         return load(AbandonedIndex, key, data)
     digest = fields.pop("digest", None)
     if digest != crc32c.crc32c(canonical_json(fields)):
         raise DigestError(key, "its content does not match its own digest: truncated or edited")
-    return load(Index, key, data)
+    index = load(Index, key, data)
+    check_index(key, index)
+    return index
 
 
 def pack_blocks(digests: Iterable[int]) -> str:
@@ -298,7 +311,10 @@ def pack_blocks(digests: Iterable[int]) -> str:
 def unpack_blocks(key: str, text: str, size_bytes: int) -> tuple[int, ...]:
     """Block digests from text; there must be one for each block of the file."""
     expected = -(-size_bytes // BLOCK_BYTES)
-    raw = base64.b64decode(text, validate=True)
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise FormatError(key, f"has block digests that are not base64: {error}") from error
     if len(raw) != 4 * expected:
         raise FormatError(key, f"has {len(raw) // 4} block digests where {size_bytes} bytes need {expected}")
     return struct.unpack(f"<{expected}I", raw)
@@ -338,6 +354,7 @@ def build_index(receipts: Iterable[Receipt]) -> Index:
         },
         gates={str(receipt.shard.rank): receipt.gate for receipt in ordered},
     )
+    check_index(key, index)
     fields = index.model_dump(mode="json", exclude={"digest"})
     return index.model_copy(update={"digest": int(crc32c.crc32c(canonical_json(fields)))})
 
@@ -358,13 +375,32 @@ def _merge_tensors(key: str, receipts: list[Receipt]) -> dict[str, TensorRecord]
         if any((part.dtype, part.shape) != (parts[0].dtype, parts[0].shape) for part in parts):
             raise FormatError(key, f"{name}: the ranks disagree on its dtype or shape")
         chunks = tuple(sorted((chunk for part in parts for chunk in part.chunks), key=_chunk_order))
-        check_cover(key, name, parts[0].shape, chunks)
         merged[name] = TensorRecord(dtype=parts[0].dtype, shape=parts[0].shape, chunks=chunks)
     return merged
 
 
 def _chunk_order(chunk: Chunk) -> tuple[tuple[int, ...], int]:
     return chunk.offsets, chunk.start
+
+
+def check_index(key: str, index: Index) -> None:
+    """Every element of every tensor lies in exactly one place of a shard that is there. Raises FormatError.
+
+    Readers rest on it: they allocate by the shapes and fill by the chunks.
+    """
+    sizes = {shard.rank: shard.size_bytes for shard in index.shards}
+    if len(sizes) != len(index.shards) or any(rank >= index.world_size for rank in sizes):
+        raise FormatError(key, f"its shards are of ranks {[shard.rank for shard in index.shards]} of {index.world_size}")
+    for name, tensor in index.tensors.items():
+        width = DTYPE_BYTES.get(tensor.dtype)
+        if width is None:
+            raise FormatError(key, f"{name}: its dtype {tensor.dtype!r} is unknown to this release")
+        check_cover(key, name, tensor.shape, tensor.chunks)
+        for chunk in tensor.chunks:
+            if not chunk.first_byte <= chunk.last_byte <= sizes.get(chunk.rank, -1):
+                raise FormatError(key, f"{name}: a chunk lies outside the shard of rank {chunk.rank}")
+            if chunk.last_byte - chunk.first_byte != (chunk.stop - chunk.start) * width:
+                raise FormatError(key, f"{name}: a chunk's bytes do not match its elements")
 
 
 def check_cover(key: str, name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:

@@ -79,8 +79,9 @@ def _skipped(catalog: Catalog, chosen: CheckpointId | None, avoid: Collection[Ch
     """Committed checkpoints newer than the chosen one that are passed over, with the reason."""
     newer = [entry for entry in catalog.entries if chosen is None or entry.id > chosen]
     damaged = [f"{entry.id}: {entry.problem}" for entry in newer if entry.standing is Standing.DAMAGED]
+    quarantined = [f"{entry.id}: was found bad" for entry in newer if entry.standing is Standing.QUARANTINED]
     avoided = [f"{entry.id}: could not be read by a worker" for entry in newer if entry.id in avoid]
-    return tuple(damaged + avoided)
+    return tuple(damaged + quarantined + avoided)
 
 
 def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) -> int:
@@ -167,11 +168,15 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
 
 
 def _committable(store: ObjectStore, checkpoint: CheckpointId) -> bool:
+    """Whether the receipts make a checkpoint. Ones that do not belong together stay undecided: no start fails on them."""
     try:
         receipts, sizes = read_receipts(store, checkpoint)
+        if missing_for_commit(receipts, sizes, checkpoint) is not None:
+            return False
+        fmt.build_index(receipts)
     except FormatError:
         return False
-    return missing_for_commit(receipts, sizes, checkpoint) is None
+    return True
 
 
 def read_end(store: ObjectStore, generation: int) -> fmt.EndRecord | None:

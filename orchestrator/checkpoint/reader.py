@@ -88,7 +88,7 @@ def verify(store: ObjectStore, index: fmt.Index) -> Iterator[tuple[fmt.ShardReco
         try:
             for _ in verified_windows(store, index, shard, [(0, shard.size_bytes)]):
                 pass
-        except (DigestError, NotFoundError) as error:
+        except (FormatError, NotFoundError) as error:
             yield shard, str(error)
         else:
             yield shard, None

@@ -15,6 +15,7 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import combine, crc
 from orchestrator.checkpoint.slots import read_header
 from orchestrator.core.messages import CheckpointId
+from orchestrator.core.ownership import present_ranks
 from orchestrator.errors import AlreadyExistsError, DigestError, FormatError, NotFoundError, ProtocolError, StoreError
 from orchestrator.storage.base import ObjectStore
 
@@ -150,15 +151,25 @@ def shard_metadata(key: str, data: memoryview) -> tuple[dict[str, Any], int, dic
 
 
 def read_receipts(store: ObjectStore, checkpoint: CheckpointId) -> tuple[list[fmt.Receipt], dict[str, int]]:
-    """All receipts in a checkpoint's folder, and the sizes of all objects there."""
+    """All receipts in a checkpoint's folder, and the sizes of all objects there. Raises FormatError, StoreError."""
     prefix = fmt.folder_key(checkpoint) + "/"
     sizes = {entry.key: entry.size_bytes for entry in store.entries(prefix)}
     receipts = [
-        fmt.load(fmt.Receipt, key, store.read(key))
-        for key in sizes
+        _read_receipt(store, checkpoint, key, size_bytes)
+        for key, size_bytes in sizes.items()
         if key.endswith(".json") and key.rpartition("/")[2].startswith("shard-")
     ]
     return receipts, sizes
+
+
+def _read_receipt(store: ObjectStore, checkpoint: CheckpointId, key: str, size_bytes: int) -> fmt.Receipt:
+    if size_bytes > fmt.RECORD_BYTES_MAX:
+        raise FormatError(key, f"is larger than {fmt.RECORD_BYTES_MAX} bytes")
+    receipt = fmt.load(fmt.Receipt, key, store.read(key))
+    of = CheckpointId(generation=receipt.generation, step=receipt.step)
+    if of != checkpoint or key != fmt.receipt_key(of, receipt.shard.rank, receipt.world_size):
+        raise FormatError(key, f"is the receipt of rank {receipt.shard.rank} of {receipt.world_size} of {of}")
+    return receipt
 
 
 def missing_for_commit(receipts: list[fmt.Receipt], sizes: dict[str, int], checkpoint: CheckpointId) -> str | None:
@@ -167,7 +178,7 @@ def missing_for_commit(receipts: list[fmt.Receipt], sizes: dict[str, int], check
         return "no receipt is there"
     first = receipts[0]
     present = {receipt.shard.rank for receipt in receipts}
-    missing = sorted(set(range(first.world_size)) - set(first.absent) - present)
+    missing = sorted(set(present_ranks(first.world_size, first.absent)) - present)
     if missing:
         return f"{len(present)} of {first.world_size} receipts are there; ranks {missing} are missing"
     for receipt in receipts:
@@ -213,6 +224,9 @@ def read_index(store: ObjectStore, checkpoint: CheckpointId) -> fmt.Index | fmt.
     try:
         if store.size(key) > fmt.RECORD_BYTES_MAX:
             raise FormatError(key, f"is larger than {fmt.RECORD_BYTES_MAX} bytes")
-        return fmt.load_index(key, store.read(key))
+        index = fmt.load_index(key, store.read(key))
     except NotFoundError:
         return None
+    if (index.generation, index.step) != (checkpoint.generation, checkpoint.step):
+        raise FormatError(key, f"is the index of generation {index.generation}, step {index.step}")
+    return index

@@ -33,7 +33,7 @@ _INFO_BYTES = 65536
 _WORD_STEP, _WORD_ECHO, _WORD_PASSED, _WORD_STEP_NS, _WORD_BEAT_NS, _WORD_PHASE, _WORD_SIGNAL = range(8, 15)
 _WORD_SAVE_ASKED, _WORD_INFO, _WORD_SLOT_BYTES = 15, 16, 17
 _WORD_SLOTS = 20  # three words for each slot: state, bytes, staging nanoseconds
-_WORD_SELECTOR, _WORD_OUTCOME, _WORD_OUTCOME_STEP = 32, 33, 34
+_WORD_SELECTOR, _WORD_OUTCOME = 32, 33
 _CELLS_AT_BYTE = 512
 _CELL = struct.Struct("<QQQQQQ")  # sequence, proposal ballot, proposal step + 1, decided step + 1, mode, absent bytes
 _STEP_BITS = 42
@@ -111,6 +111,8 @@ class ControlBlock:
         self._absent_bytes = -(-self.world_size // 8)
         self._cell_bytes = -(-(_CELL.size + self._absent_bytes + 4) // 64) * 64
         self._last = Record()
+        self.record_selector = 0
+        """The selector of the record that `read_record` returned last; it lags behind after a checksum mismatch."""
 
     @classmethod
     def create(cls, path: Path, *, generation: int, rank: int, world_size: int) -> ControlBlock:
@@ -131,10 +133,14 @@ class ControlBlock:
         """Map an existing control block."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            memory = mmap.mmap(handle, os.fstat(handle).st_size)
+            size = os.fstat(handle).st_size
+            if size < _CELLS_AT_BYTE + _INFO_BYTES:
+                raise ProtocolError(f"{path}: {size} bytes are no control block")
+            memory = mmap.mmap(handle, size)
         finally:
             os.close(handle)
         if struct.unpack_from("<Q", memory, 0)[0] != MAGIC:
+            memory.close()
             raise ProtocolError(f"{path}: not a control block of this release")
         return cls(path, memory)
 
@@ -241,9 +247,8 @@ class ControlBlock:
         self._words[_WORD_SLOTS + 3 * index] = 0
 
     def set_outcome(self, outcome: LeaveOutcome, step: int) -> None:
-        """Tell a worker that waits to leave how its step ended."""
-        self._words[_WORD_OUTCOME_STEP] = step + 1
-        self._words[_WORD_OUTCOME] = outcome
+        """Tell a worker that waits to leave how its step ended. One word, so that the two cannot be torn apart."""
+        self._words[_WORD_OUTCOME] = step + 1 << 2 | outcome
 
     # -- read by either ----------------------------------------------------------------------------------
 
@@ -275,6 +280,7 @@ class ControlBlock:
             mode=Mode.LEAVE if leave else Mode.STAY,
             absent=absent,
         )
+        self.record_selector = selector
         return self._last
 
     @property
@@ -352,8 +358,9 @@ class ControlBlock:
         return [self.slot(index) for index in range(SLOTS)]
 
     def outcome(self) -> tuple[LeaveOutcome, int]:
-        """(outcome, step) that the agent reported."""
-        return LeaveOutcome(self._words[_WORD_OUTCOME]), self._words[_WORD_OUTCOME_STEP] - 1
+        """(outcome, step) that the agent reported last."""
+        word = self._words[_WORD_OUTCOME]
+        return LeaveOutcome(word & 3), (word >> 2) - 1
 
 
 # ------------------------------------------------------------------------------------------- shard header
@@ -388,7 +395,7 @@ def read_header(data: memoryview | bytes) -> tuple[int, dict[str, Any]]:
         raise ProtocolError(f"safetensors header of {length} bytes in a file of {len(data)}")
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError("the safetensors header is not JSON") from error
     if not isinstance(header, dict):
         raise ProtocolError("the safetensors header is not an object")

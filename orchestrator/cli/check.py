@@ -165,12 +165,11 @@ def check_store(url: str) -> list[Finding]:
     from orchestrator.storage.opening import open_store
 
     store = open_store(url)
-    root = Path(store.url) if "://" not in store.url else None
+    root = Path(store.url) if store.url.startswith("/") else None
     missing = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
-    findings = []
-    if missing:
-        findings.append(Finding(what="store", level=OK, found=f"{store.url} is not there yet; the first run makes it"))
-    findings.append(_probe(store))
+    findings = [_probe(store)]
+    if missing and findings[0].level == OK:
+        findings.append(Finding(what="store folder", level=OK, found="is not there yet; the first run makes it"))
     if root is not None:
         findings.append(_store_space(root))
     for path in missing:

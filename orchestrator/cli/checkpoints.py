@@ -101,7 +101,7 @@ def verify(
         raise ConfigError("give a checkpoint or --all, not both")
     store = open_job(url, job)
     catalog = _survey(store)
-    entries = list(catalog.entries) if every else [_find(catalog, which or NEWEST)]
+    entries = list(catalog.entries) if every else [_find(catalog, which or NEWEST, damaged_too=True)]
     if not entries:
         raise NotFoundError(url, "there is no checkpoint yet")
     findings = []
@@ -124,7 +124,7 @@ def open_job(url: str, job: str | None) -> ObjectStore:
     from orchestrator.storage.opening import job_url, open_store
 
     store = open_store(url if job is None else job_url(url, job))
-    if "://" not in store.url and not Path(store.url).is_dir():
+    if store.url.startswith("/") and not Path(store.url).is_dir():
         raise NotFoundError(store.url, "there is no such folder")
     if any(True for prefix in ("generations/", "checkpoints/") for _ in store.entries(prefix)):
         return store
@@ -148,11 +148,14 @@ def _survey(store: ObjectStore) -> Catalog:
     return survey(store)
 
 
-def _find(catalog: Catalog, which: str) -> CatalogEntry:
+def _find(catalog: Catalog, which: str, *, damaged_too: bool = False) -> CatalogEntry:
+    """The checkpoint that is meant; the newest is the newest usable one, or the newest that was ever committed."""
     if which == NEWEST:
-        newest = catalog.newest()
-        if newest is not None:
-            return newest
+        for entry in catalog.entries:
+            if _usable(entry) or (damaged_too and str(entry.standing) == "damaged"):
+                return entry
+            if str(entry.standing) == "damaged":
+                say(f"passed over, because it is damaged: {entry.id}: {entry.problem}")
         raise NotFoundError(NEWEST, "there is no committed checkpoint" + _others(catalog))
     match = _ID.match(which)
     if match is None:

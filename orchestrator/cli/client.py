@@ -74,8 +74,8 @@ class SupervisorClient:
         headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            answer = json.loads(response.read(ANSWER_BYTES_MAX))
+            with connection.getresponse() as response:
+                answer = json.loads(response.read(ANSWER_BYTES_MAX))
         except TimeoutError as error:
             problem = f"did not answer within {ANSWER_SECONDS_MAX:.0f} s; it may be overloaded or stopped: try again"
             raise self._unreachable(problem) from error

@@ -121,7 +121,7 @@ def configuration(file: Path | None, given: Mapping[str, Any], talk: Talk) -> Jo
     except ConfigError as error:
         raise ConfigError(*(_named_as_flag(problem, file, given) for problem in error.problems)) from error
     url = open_store(settings.store).url
-    if "://" not in url:
+    if url.startswith("/"):
         url = str(Path(url).resolve())  # one name for one folder: the lock on this machine goes by it
     return settings.model_copy(update={"store": url, "staging": str(Path(settings.staging).expanduser().absolute())})
 

@@ -71,7 +71,7 @@ class Boundary:
         selector = self._control.selector
         if selector != self._seen:
             self._record = self._control.read_record()
-            self._seen = selector
+            self._seen = self._control.record_selector  # after a checksum mismatch: look again next time
 
     def _concerns(self, step: int) -> bool:
         return step in (self._record.decided_step, self._record.proposed_step)

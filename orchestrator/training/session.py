@@ -195,8 +195,9 @@ class Run:
         self._control.set_phase(WorkerPhase.LEFT)
         until = time.monotonic() + LEAVE_SECONDS_MAX
         while time.monotonic() < until:
-            outcome, _ = self._control.outcome()
-            if self._launch.attached and outcome is not LeaveOutcome.NONE:
+            outcome, of_step = self._control.outcome()
+            settled = of_step == self.step or outcome is LeaveOutcome.RELEASED  # not an earlier step's
+            if self._launch.attached and settled and outcome is not LeaveOutcome.NONE:
                 word = {LeaveOutcome.COMMITTED: "committed", LeaveOutcome.ABANDONED: "not committed"}
                 raise Preempted(f"left at step {self.step}: its checkpoint is {word.get(outcome, 'left to the agent')}")
             time.sleep(0.01)

@@ -1,0 +1,116 @@
+"""`orchestrator check`: findings, levels, exit codes, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import check
+from orchestrator.errors import StoreFullError
+from orchestrator.storage import opening
+from orchestrator.storage.base import Piece
+from orchestrator.storage.memory import MemoryStore
+from tests.cli.conftest import Command
+
+
+def levels(output: str) -> dict[str, str]:
+    """Level of each finding."""
+    return {finding["what"]: finding["level"] for finding in json.loads(output)}
+
+
+def test_a_good_machine(command: Command, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    result = command("check", "--store", str(store), "--staging", str(tmp_path), "--json")
+    assert result.exit_code == 0
+    found = levels(result.stdout)
+    for what in ("python", "torch", "orchestrator", "monotonic clock", "state folder", "staging folder", "store"):
+        assert found[what] == "ok", what
+    assert list(store.iterdir()) == []
+    assert list((tmp_path / "state" / "orchestrator").iterdir()) == []
+
+
+def test_as_a_table(command: Command, tmp_path: Path) -> None:
+    result = command("check", "--staging", str(tmp_path))
+    assert result.exit_code == 0
+    assert "what to do" in result.stdout
+    assert f"{tmp_path}, mode 0700" in result.stdout
+
+
+def test_a_store_that_is_not_there_yet_is_not_made(command: Command, tmp_path: Path) -> None:
+    result = command("check", "--store", str(tmp_path / "a" / "b"), "--staging", str(tmp_path), "--json")
+    assert result.exit_code == 0
+    assert "the first run makes it" in result.stdout
+    assert not (tmp_path / "a").exists()
+
+
+def test_no_staging_folder(command: Command) -> None:
+    result = command("check", "--staging", "/nosuch", "--json")
+    assert result.exit_code == 1
+    assert levels(result.stdout)["staging folder"] == "fail"
+    assert "--staging" in result.stdout
+
+
+def test_staging_that_others_may_empty(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    found = {finding.what: finding for finding in check.check_staging(folder)}
+    assert found["staging mode"].level == "warn"
+    assert "chmod +t" in found["staging mode"].advice
+
+
+def test_a_store_that_cannot_be_made(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = command("check", "--store", str(tmp_path / "file" / "store"), "--staging", str(tmp_path), "--json")
+    assert result.exit_code == 1
+    assert levels(result.stdout)["store"] == "fail"
+
+
+class OverwritingStore(MemoryStore):
+    """A store whose create-if-absent is none."""
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        self.delete(key)
+        super().create(key, pieces)
+
+
+class FullStore(MemoryStore):
+    """A store without any space."""
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        raise StoreFullError(key, "no space is left")
+
+
+@pytest.mark.parametrize(
+    ("store", "says"),
+    [(OverwritingStore(), "create-if-absent is not exclusive"), (FullStore(), "no space is left")],
+)
+def test_a_store_that_breaks_the_rules(monkeypatch: pytest.MonkeyPatch, store: MemoryStore, says: str) -> None:
+    monkeypatch.setattr(opening, "open_store", lambda url: store)
+    (finding,) = check.check_store("memory")
+    assert finding.level == "fail"
+    assert says in finding.found
+    assert list(store.entries("")) == []
+
+
+@pytest.mark.parametrize(("readings", "level"), [([5.0, 5.02], "ok"), ([5.0, 5.0], "fail"), ([5.0, 4.0], "fail")])
+def test_clocks(readings: list[float], level: str) -> None:
+    pauses: list[float] = []
+    assert check.check_clock(iter(readings).__next__, pauses.append).level == level
+
+
+def test_kinds_of_file_systems(tmp_path: Path) -> None:
+    assert check.file_system_of(Path("/proc/self")) == "proc"
+    assert check.file_system_of(tmp_path / "nosuch") != "unknown"
+
+
+def test_a_state_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    finding = check.check_state_folder()
+    assert finding.level == "fail"
+    assert "XDG_STATE_HOME" in finding.advice

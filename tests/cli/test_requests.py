@@ -1,0 +1,372 @@
+"""`status`, `drain`, `resize`, `cancel` and `drill notice` against a real supervisor that waits for its nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import client as client_module
+from orchestrator.cli.client import SupervisorClient
+from orchestrator.cli.status import describe as status_table
+from orchestrator.cli.terminal import output
+from orchestrator.clock import SystemClock
+from orchestrator.core.messages import Finish, NodeJoined
+from orchestrator.core.states import JobSpec
+from orchestrator.errors import SupervisorError
+from orchestrator.schedulers.base import NodeInfo, OnLost
+from orchestrator.supervisor.loop import Supervisor
+from orchestrator.supervisor.state_folder import StateFolder, SupervisorAddress, find_supervisor
+from orchestrator.telemetry import EventLog, EventRecord
+from tests.cli.conftest import Command
+
+TOKEN = "this-is-the-token"
+VERBS = (
+    ("status",),
+    ("status", "--json"),
+    ("drain",),
+    ("cancel",),
+    ("resize", "2"),
+    ("drill", "notice"),
+    ("drill", "kill"),
+    ("drill", "stall"),
+)
+
+
+class NoNodes:
+    """A scheduler that never gives a node, but knows one by name."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[str, float]] = []
+
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
+        """Nothing to begin."""
+
+    def request(self, count: int) -> None:
+        """Never answered."""
+
+    def release(self, node: str) -> None:
+        """Nothing to give back."""
+
+    def lose(self, node: str, after_seconds: float) -> None:
+        """Remembered."""
+        self.lost.append((node, after_seconds))
+
+    def nodes(self) -> list[NodeInfo]:
+        """One node."""
+        return [NodeInfo(node="node-7", pid=os.getpid())]
+
+    async def stop(self) -> None:
+        """Nothing to wait for."""
+
+
+class RunningSupervisor:
+    """A supervisor in a thread: it waits for two nodes, of which one has joined."""
+
+    def __init__(self) -> None:
+        self.records: list[EventRecord] = []
+        self.scheduler = NoNodes()
+        self.finish: Finish | None = None
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.supervisor: Supervisor | None = None
+
+    async def _run(self) -> None:
+        spec = JobSpec(name="small", nodes_min=2, nodes_max=2, workers_per_node=2, save_every_steps=10)
+        self.supervisor = Supervisor(spec, self.scheduler, SystemClock(), EventLog(self.records.append), TOKEN)
+        self.loop = asyncio.get_running_loop()
+        state = StateFolder("small", "/somewhere/small")
+        state.acquire()
+
+        def publish(url: str) -> None:
+            state.publish(url, TOKEN)
+            assert self.supervisor is not None
+            self.supervisor.submit(NodeJoined(node="node-7", workers=2, address="127.0.0.1"))
+            self.loop.call_later(0.01, self._listening.set) if self.loop else None
+
+        self.supervisor.on_listening = publish
+        self.finish = await self.supervisor.run()
+        state.release()
+
+    def __enter__(self) -> RunningSupervisor:
+        self._thread.start()
+        assert self._listening.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive() and self.supervisor is not None and self.loop is not None:
+            self.loop.call_soon_threadsafe(self.supervisor.drain, "the test's end")
+        self.join()
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def reasons(self, kind: str) -> list[str]:
+        """Reasons of a kind of events."""
+        return [record.reason for record in self.records if record.kind == kind]
+
+
+@pytest.fixture
+def running() -> Iterator[RunningSupervisor]:
+    """A running supervisor."""
+    with RunningSupervisor() as found:
+        yield found
+
+
+# ------------------------------------------------------------------------------------------------ it answers
+
+
+def test_status(command: Command, running: RunningSupervisor) -> None:
+    now = json.loads(command("status", "small", "--json").stdout)
+    assert (now["job"], now["phase"], now["nodes"][0]["node"]) == ("small", "gathering", "node-7")
+    text = command("status", "small").stdout
+    assert "gathering" in text
+    assert "node-7" in text
+    assert "none yet" in text
+
+
+def test_drain(command: Command, running: RunningSupervisor) -> None:
+    result = command("drain", "small")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "accepted" in result.stderr
+    running.join()
+    assert running.finish is not None
+    assert running.finish.exit_code == 75
+
+
+def test_cancel(command: Command, running: RunningSupervisor) -> None:
+    assert command("cancel", "small").exit_code == 0
+    running.join()
+    assert running.finish is not None
+    assert running.finish.exit_code == 1
+
+
+def test_resize(command: Command, running: RunningSupervisor) -> None:
+    assert command("resize", "small", "5").exit_code == 0
+    command("status", "small")
+    assert running.reasons("requested")[0].startswith("resize by ")
+    assert running.reasons("requested")[0].endswith(", 5 nodes")
+
+
+def test_drill_notice(command: Command, running: RunningSupervisor) -> None:
+    result = command("drill", "notice", "small", "--deadline", "12.5")
+    assert result.exit_code == 0
+    assert result.stderr == "node-7 of the job 'small' will be gone in 12.5 s\n"
+    assert running.scheduler.lost == [("node-7", 12.5)]
+    command("status", "small")
+    assert running.reasons("notice received") == ["drill: preempt, 12.5 s left"]
+
+
+def test_drill_names_nodes_that_are_there(command: Command, running: RunningSupervisor) -> None:
+    for verb in ("notice", "kill"):
+        result = command("drill", verb, "small", "--node", "node-1")
+        assert result.exit_code == 2
+        assert result.stderr == "error: --node: 'node-1' is none of this job's nodes: node-7\n"
+
+
+def test_drill_without_workers(command: Command, running: RunningSupervisor) -> None:
+    for verb in ("kill", "stall"):
+        result = command("drill", verb, "small")
+        assert result.exit_code == 1
+        assert "has no workers at present: it is gathering" in result.stderr
+
+
+def test_the_job_is_watched_to_its_end(
+    command: Command, running: RunningSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor is drained while it is watched, and its process counts as gone then."""
+    monkeypatch.setattr(client_module, "is_running", lambda address: False)
+    monkeypatch.setattr("orchestrator.cli.status.WATCH_SECONDS", 0.01)
+    assert running.supervisor is not None
+    assert running.loop is not None
+    running.loop.call_soon_threadsafe(running.loop.call_later, 0.1, running.supervisor.drain, "another terminal")
+    result = command("status", "small", "--watch", "--json")
+    assert result.exit_code == 0
+    assert all(json.loads(line)["job"] == "small" for line in result.stdout.splitlines())
+    assert result.stderr == "the job 'small' has ended\n"
+
+
+@pytest.mark.parametrize("words", VERBS)
+def test_the_token_is_never_printed(command: Command, running: RunningSupervisor, words: tuple[str, ...]) -> None:
+    verb, *rest = words
+    result = command(verb, *rest[:1], "small") if verb == "drill" else command(verb, "small", *rest)
+    assert TOKEN not in result.output
+
+
+def test_the_token_is_in_no_traceback() -> None:
+    assert TOKEN not in repr(address())
+
+
+# ------------------------------------------------------------------------------------------- nobody answers
+
+
+@pytest.mark.parametrize("words", VERBS)
+def test_no_such_job(command: Command, words: tuple[str, ...]) -> None:
+    verb, *rest = words
+    result = command(verb, *rest[:1], "nosuch") if verb == "drill" else command(verb, "nosuch", *rest)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        "error: no supervisor of a job 'nosuch' runs on this machine; `orchestrator run` starts one\n"
+    )
+
+
+def test_other_jobs_are_named(command: Command, running: RunningSupervisor) -> None:
+    assert "running are: small" in command("drain", "nosuch").stderr
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server that gives one answer to everything."""
+
+    status, body = 200, b"{}"
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (401, b'{"error": "the token is missing or wrong"}', "refused the token: it was started anew"),
+        (500, b'{"error": "out of luck"}', "refused: out of luck"),
+        (500, b"[]", "refused: 500"),
+        (200, b"<html>", "did not answer with JSON"),
+        (200, b"\xff\xfe", "did not answer with JSON"),
+    ],
+)
+def test_bad_answers(status: int, body: bytes, says: str) -> None:
+    handler = type("Handler", (Answers,), {"status": status, "body": body})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        asked = SupervisorClient(address(port=server.server_port))
+        with pytest.raises(SupervisorError, match=says) as raised:
+            asked.status()
+        thread.join()
+    assert TOKEN not in str(raised.value)
+
+
+def test_a_supervisor_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, but nobody takes the call."""
+    monkeypatch.setattr(client_module, "ANSWER_SECONDS_MAX", 0.05)
+    with HTTPServer(("127.0.0.1", 0), Answers) as server, pytest.raises(SupervisorError, match="did not answer within"):
+        SupervisorClient(address(port=server.server_port)).status()
+
+
+def test_a_supervisor_that_is_gone(command: Command) -> None:
+    """Its file is still there, and its process, but nobody listens."""
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        port = server.server_port
+    StateFolder("small", "/somewhere/small").path.mkdir(parents=True)
+    StateFolder("small", "/somewhere/small").publish(f"http://127.0.0.1:{port}", TOKEN)
+    result = command("status", "small")
+    assert result.exit_code == 1
+    assert "cannot be reached; it may have ended just now: try again" in result.stderr
+    assert TOKEN not in result.output
+
+
+def test_the_token_stays_on_this_machine() -> None:
+    with pytest.raises(SupervisorError, match="is not on this machine"):
+        SupervisorClient(SupervisorAddress(job="small", url="http://192.0.2.1:80", token=TOKEN, pid=1))
+
+
+def address(*, port: int = 1, pid: int = 0, start_ticks: int | None = None) -> SupervisorAddress:
+    """An address on this machine."""
+    url = f"http://127.0.0.1:{port}"
+    return SupervisorAddress(job="small", url=url, token=TOKEN, pid=pid or os.getpid(), start_ticks=start_ticks)
+
+
+# --------------------------------------------------------------------------------------- who runs, who waits
+
+
+def test_files_of_supervisors_that_are_gone_are_passed_over(state_home: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    good = {"job": "small", "url": "http://127.0.0.1:1", "token": TOKEN, "pid": os.getpid()}
+    for number, text in enumerate(
+        (
+            "not JSON",
+            "[]",
+            "{}",
+            json.dumps({**good, "more": 1}),
+            json.dumps({**good, "pid": ended.pid}),
+            json.dumps({**good, "start_ticks": 1}),  # our pid, but the process before us that had it
+        )
+    ):
+        folder = state_home / "orchestrator" / f"small-{number}"
+        folder.mkdir(parents=True)
+        (folder / "supervisor.json").write_text(text)
+    with pytest.raises(SupervisorError, match="no supervisor"):
+        find_supervisor("small")
+    (state_home / "orchestrator" / "small-0" / "supervisor.json").write_text(json.dumps(good))
+    assert find_supervisor("small").token == TOKEN
+    (state_home / "orchestrator" / "small-1" / "supervisor.json").write_text(json.dumps(good))
+    with pytest.raises(SupervisorError, match="2 jobs on this machine are called 'small'"):
+        find_supervisor("small")
+
+
+def test_waiting_ends_with_the_process_or_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "POLL_SECONDS", 0.001)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        asked = SupervisorClient(address(pid=process.pid))
+        with pytest.raises(SupervisorError, match="has not ended within 0"):
+            asked.wait_until_gone(timeout_seconds=0.01)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        asked.wait_until_gone(timeout_seconds=5)
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+
+def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+    now = {
+        "job": "small",
+        "phase": "running",
+        "generation": 3,
+        "world_size": 4,
+        "step": 50,
+        "until": 200,
+        "progress": 0.25,
+        "eta_seconds": 7300.0,
+        "step_seconds": 0.5,
+        "newest_committed": "g00000003-s0000000040",
+        "newest_committed_step": 40,
+        "commit_age_seconds": 5.0,
+        "failures": 1,
+        "nodes": [
+            {"node": "node-0", "agent_pid": 10, "going": False, "seconds_left": None, "ranks": [0, 1]},
+            {"node": "node-1", "agent_pid": None, "going": True, "seconds_left": 12.25, "ranks": [2]},
+            {"node": "[red]node-2\x1b[2J", "agent_pid": 12, "going": True, "seconds_left": None, "ranks": []},
+        ],
+        "ranks": [{"rank": 0, "pid": 11, "step": 50, "step_seconds": 0.5}],
+    }
+    output().print(status_table(now))
+    text = capsys.readouterr().out
+    for expected in (
+        "50 of 200 (25.0 %)",
+        "2 h 01 min",
+        "g00000003-s0000000040, 5.0 s ago",
+        "will go in 12.2 s",
+        "0 to 1",
+        "[red]node-2",
+    ):
+        assert expected in text
+    assert "\x1b" not in text
