@@ -106,6 +106,7 @@ class JobConfig(BaseModel):
             nodes_max=self.nodes_max,
             workers_per_node=self.workers_per_node,
             save_every_steps=self.save_every,
+            grace_seconds=self.grace_seconds,
             failures_max=self.max_failures,
             gather_seconds=self.gather_seconds,
             reform_seconds=self.reform_seconds,

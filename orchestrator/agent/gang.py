@@ -145,7 +145,8 @@ class LocalGang:
         """Tell workers that wait to leave how it ended."""
         outcome = LeaveOutcome.COMMITTED if action.committed else LeaveOutcome.ABANDONED
         for worker in self.workers:
-            worker.control.set_outcome(outcome, action.step)
+            if action.step >= worker.control.outcome()[1]:  # an older step may be settled later
+                worker.control.set_outcome(outcome, action.step)
 
     def release_workers(self) -> None:
         """Attached workers: nothing more will happen; leave now or go on alone."""

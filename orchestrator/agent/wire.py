@@ -76,13 +76,18 @@ class Channel:
         self._wake.set()
 
     def reconnect(self, received_by_peer: int) -> None:
-        """A new connection: forget what the peer has, send the rest again."""
+        """A new connection: forget what the peer has, send the rest again.
+
+        Raises ProtocolError if the peer has more than was ever sent: it speaks of another process's messages.
+        """
         self.acknowledge(received_by_peer)
         self._sent = received_by_peer
         self._wake.set()
 
     def acknowledge(self, number: int) -> None:
         """The peer has everything up to `number`."""
+        if not 0 <= number < self._next:
+            raise ProtocolError(f"the peer acknowledges message {number}; {self._next - 1} were sent")
         while self._unacknowledged and self._unacknowledged[0][0] <= number:
             self._unacknowledged.popleft()
 
@@ -105,10 +110,10 @@ class Channel:
         try:
             frame = json.loads(text)
             if "ack" in frame:
-                self.acknowledge(int(frame["ack"]))
+                self.acknowledge(_whole_number(frame["ack"]))
                 return None
-            number = int(frame["number"])
-        except (ValueError, KeyError, TypeError) as error:
+            number = _whole_number(frame["number"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError(f"not a frame: {error}") from error
         if number <= self._received:
             return None
@@ -116,3 +121,9 @@ class Channel:
             raise ProtocolError(f"message {number} follows {self._received}")
         self._received = number
         return dict(frame)
+
+
+def _whole_number(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.100} is no whole number")
+    return value

@@ -390,7 +390,9 @@ def check_index(key: str, index: Index) -> None:
     """
     sizes = {shard.rank: shard.size_bytes for shard in index.shards}
     if len(sizes) != len(index.shards) or any(rank >= index.world_size for rank in sizes):
-        raise FormatError(key, f"its shards are of ranks {[shard.rank for shard in index.shards]} of {index.world_size}")
+        raise FormatError(
+            key, f"its shards are of ranks {[shard.rank for shard in index.shards]} of {index.world_size}"
+        )
     for name, tensor in index.tensors.items():
         width = DTYPE_BYTES.get(tensor.dtype)
         if width is None:

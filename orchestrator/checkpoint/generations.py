@@ -168,7 +168,7 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
 
 
 def _committable(store: ObjectStore, checkpoint: CheckpointId) -> bool:
-    """Whether the receipts make a checkpoint. Ones that do not belong together stay undecided: no start fails on them."""
+    """Whether the receipts make a checkpoint. Ones that do not belong together stay undecided: no start fails on it."""
     try:
         receipts, sizes = read_receipts(store, checkpoint)
         if missing_for_commit(receipts, sizes, checkpoint) is not None:

@@ -132,7 +132,8 @@ def describe(name: str, tensor: torch.Tensor, scope: Scope) -> TensorSpec:
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         raise StateError(name, f"a tensor of type {kind} cannot be saved yet: plain and DDP tensors can")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise StateError(name, f"a tensor of layout {tensor.layout} on {tensor.device} cannot be saved")
+        what = "quantised" if tensor.is_quantized else str(tensor.layout)
+        raise StateError(name, f"a tensor ({what}, on {tensor.device}) cannot be saved: plain dense ones can")
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise StateError(name, f"tensors of {tensor.dtype} have no safetensors dtype")

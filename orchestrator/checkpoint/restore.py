@@ -23,7 +23,7 @@ def check_target(name: str, record: fmt.TensorRecord, tensor: torch.Tensor) -> N
 
 
 def empty_like(record: fmt.TensorRecord) -> torch.Tensor:
-    """A new CPU tensor for a saved one. The size was checked against the shard when the index was read."""
+    """A new CPU tensor for a saved one. The size was checked against the shards when the index was read."""
     return torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
 
 
@@ -38,15 +38,26 @@ def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, tor
         if record is None:
             raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
         check_target(name, record, tensor)
-        direct = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
-        buffers[name] = tensor if direct else torch.empty(record.shape, dtype=tensor.dtype)
+        buffers[name] = tensor if _is_plain_memory(tensor) else torch.empty(record.shape, dtype=tensor.dtype)
     views = {name: _byte_view(buffer) for name, buffer in buffers.items()}
     for shard in index.shards:
         _read_shard(store, index, shard, views)
     with torch.no_grad():
         for name, tensor in targets.items():
             if buffers[name] is not tensor:
-                tensor.copy_(buffers[name])
+                _copy(buffers[name], tensor)
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """`target.copy_(source)`, also where `target` was expanded: its repeated elements are one, and so saved alike."""
+    for dimension, (stride, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if stride == 0 and length > 1:
+            source, target = source.narrow(dimension, 0, 1), target.narrow(dimension, 0, 1)
+    target.copy_(source)
 
 
 def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, views: Mapping[str, memoryview]) -> None:

@@ -50,6 +50,7 @@ from orchestrator.telemetry import EventRecord
 EXAMPLE = Path("examples/gpt/train.py")
 GLOBAL_BATCH = 32
 RUN_SECONDS_MAX = 900.0
+PLAIN_WIDTH = 120  # characters, where the output is no terminal
 
 Scenario = Callable[[Supervisor, "Plan"], Awaitable[None]]
 
@@ -102,7 +103,11 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Print one event's line above the progress."""
-        self._console.print(Text(text), soft_wrap=not self._console.is_terminal, overflow="ellipsis", no_wrap=True)
+        if self._console.is_terminal:
+            self._console.print(Text(text), overflow="ellipsis", no_wrap=True)
+        else:
+            self._console.file.write(text + "\n")
+            self._console.file.flush()
 
 
 def demo(
@@ -126,7 +131,7 @@ def demo(
         output=output.absolute(),
     )
     _prepare(plan)
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH)
     started = time.monotonic()
     with Screen(console) as screen:
         results = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.core import ending, saving
+from orchestrator.core import ending, preflight, saving
 from orchestrator.core.membership import choose_members, form
 from orchestrator.core.messages import (
     GenerationOpened,
@@ -277,17 +277,7 @@ def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
     if not _present(turn, event.generation):
         return
     turn.set_rank(event.rank, slot_bytes=event.slot_bytes)
-    ranks = turn.job.ranks.values()
-    if event.slot_bytes and all(rank.slot_bytes for rank in ranks):
-        total = sum(rank.slot_bytes for rank in ranks)
-        largest = max(rank.slot_bytes for rank in ranks)
-        speed = turn.job.bandwidth_bytes_per_second
-        upload = f"{largest / speed:.1f} s upload expected" if speed else "upload speed not measured yet"
-        turn.note(
-            "preflight",
-            f"{2 * total / 2**20:.1f} MiB of staging memory in two slots per rank, {upload}",
-            facts=turn.facts(staging_bytes=2 * total, largest_shard_bytes=largest),
-        )
+    preflight.report(turn)
 
 
 def _present(turn: Turn, generation: int) -> bool:

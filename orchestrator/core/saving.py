@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import agreement, ending
+from orchestrator.core import agreement, ending, preflight
 from orchestrator.core.commit import Save, SaveState, committable, hopeless, staging_over
 from orchestrator.core.membership import choose_members
 from orchestrator.core.messages import (
@@ -364,7 +364,10 @@ def on_uploaded(turn: Turn, event: Uploaded) -> None:
     """A receipt is on the store."""
     save = _save_of(turn, event.generation, event.step)
     if event.seconds > 0 and event.size_bytes > 0:
+        first = turn.job.bandwidth_bytes_per_second is None
         turn.set(bandwidth_bytes_per_second=event.size_bytes / event.seconds)
+        if first:
+            preflight.report(turn)
     if save is not None:
         turn.set_save(replace(save, durable=save.durable | {event.rank}))
         move_saves(turn)
@@ -428,6 +431,7 @@ def _commit(turn: Turn, save: Save) -> None:
         give_up(turn, save, "no node is left to write the index: the next generation rolls it forward")
         return
     turn.set_save(replace(save, state=SaveState.COMMITTING, committer=committer))
+    turn.note("uploaded", f"{len(save.durable)} of {save.world_size} receipts are on the store", step=save.id.step)
     turn.do(
         Commit(
             node=committer,

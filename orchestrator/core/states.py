@@ -87,6 +87,8 @@ class JobSpec:
     save_every_steps: int
     attached: bool = False
     """The workers were started by somebody else; they are adopted and never restarted."""
+    grace_seconds: float = 30.0
+    """Notice that a signal gives where its sender does not say; preflight compares saving with it."""
     failures_max: int = 3
     """Failures without a new committed checkpoint in between before the job stops; preemptions never count."""
     gather_seconds: float = 30.0

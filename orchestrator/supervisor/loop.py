@@ -87,6 +87,7 @@ class Supervisor:
             await self.server.stop()
 
     def _on_lost(self, node: str, reason: str) -> None:
+        self.server.forget(node)  # nothing that it still says may arrive after the word that it is gone
         self.submit(NodeLost(node=node, reason=reason))
 
     async def _tick_for_ever(self) -> None:

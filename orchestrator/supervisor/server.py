@@ -28,6 +28,7 @@ class SupervisorServer:
         self.token = token
         self._channels: dict[str, Channel] = {}
         self._sockets: dict[str, web.WebSocketResponse] = {}
+        self._forgotten: set[str] = set()
         self._runner: web.AppRunner | None = None
         self.url = ""
         self.registry = CollectorRegistry()
@@ -90,6 +91,11 @@ class SupervisorServer:
         """Tell a node's agent to end."""
         self._channel(node).post_dismissal()
 
+    def forget(self, node: str) -> None:
+        """The node is lost for certain: it is not listened to any more and not let in again."""
+        self._forgotten.add(node)
+        self._channels.pop(node, None)
+
     def _channel(self, node: str) -> Channel:
         return self._channels.setdefault(node, Channel())
 
@@ -100,8 +106,8 @@ class SupervisorServer:
         node = str(hello["node"])
         channel = self._channels.get(node)
         received = int(hello["received"])
-        if channel is None and received > 0:
-            await socket.send_json({"refused": "this supervisor is a new one and does not know the node"})
+        if node in self._forgotten or (channel is None and received > 0):
+            await socket.send_json({"refused": "this supervisor does not know the node, or knows it as lost"})
             return socket
         channel = self._channel(node)
         await socket.send_json({"received": channel.received})
@@ -112,6 +118,8 @@ class SupervisorServer:
             async for frame in socket:
                 if frame.type is not WSMsgType.TEXT:
                     raise ProtocolError(f"unexpected frame {frame.type}")
+                if node in self._forgotten:
+                    break
                 taken = channel.take(frame.data)
                 if taken is not None:
                     self._supervisor.submit(decode(taken))

@@ -14,8 +14,8 @@ from orchestrator.checkpoint.slots import ControlBlock, Record, SlotState, Worke
 from orchestrator.core.messages import Mode
 
 LOOK_SECONDS = 0.0005
-FINAL_WAIT_SECONDS = 30.0
-"""How long the last step waits for its save to be proposed, before the script ends without it."""
+FINAL_WAIT_SECONDS = 60.0
+"""How long the last step waits for its save to be proposed and for the decision, before the script ends without."""
 
 Stage = Callable[[int, int, tuple[int, ...]], int]
 """(slot index, step, absent ranks) → bytes of the staged shard."""
@@ -50,7 +50,8 @@ class Boundary:
             self._await_proposal(step)
         self._echo(step)
         self._control.publish(step, now_ns)
-        passing = self._keep(step) if self._concerns(step) else Passing.GO_ON
+        patience_seconds = FINAL_WAIT_SECONDS if final else self._launch.decision_wait_seconds
+        passing = self._keep(step, patience_seconds) if self._concerns(step) else Passing.GO_ON
         self._last_ns = time.monotonic_ns()
         return passing
 
@@ -91,9 +92,9 @@ class Boundary:
             self._read()
         self._control.set_phase(WorkerPhase.RUNNING)
 
-    def _keep(self, step: int) -> Passing:
+    def _keep(self, step: int, patience_seconds: float) -> Passing:
         """Wait at the proposed step for the decision, a later proposal, or the end of patience; then stage."""
-        until = time.monotonic() + self._launch.decision_wait_seconds
+        until = time.monotonic() + patience_seconds
         self._control.set_phase(WorkerPhase.WAITING)
         try:
             while self._record.decided_step != step:

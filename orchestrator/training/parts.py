@@ -6,7 +6,7 @@ way in two steps: `targets` names the tensors to read into, `finish` is called o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.layout import Scope, TensorSpec, describe
 from orchestrator.checkpoint.restore import empty_like
-from orchestrator.checkpoint.values import decode, encode
+from orchestrator.checkpoint.values import add_tensor, decode, encode
 from orchestrator.errors import StateError
 
 
@@ -36,9 +36,14 @@ class Captured:
         """Encode a value; its tensors are taken in under `scope`."""
         found: dict[str, torch.Tensor] = {}
         tree = encode(value, path, _is_tensor, found)
-        self.tensors |= found
-        self.scopes |= dict.fromkeys(found, scope)
+        for name, tensor in found.items():
+            self.add_tensor(name, tensor, scope)
         return tree
+
+    def add_tensor(self, name: str, tensor: torch.Tensor, scope: Scope) -> None:
+        """Take one tensor in. Raises StateError if another one has its name."""
+        add_tensor(self.tensors, name, tensor)
+        self.scopes[name] = scope
 
 
 class Part(Protocol):
@@ -59,7 +64,11 @@ class Part(Protocol):
         ...
 
 
-def make_part(name: str, value: Any, parameter_names: Callable[[torch.Tensor], str | None]) -> Part:
+ParameterNames = Callable[[], Mapping[torch.Tensor, str]]
+"""The name of every parameter of the models given to attach."""
+
+
+def make_part(name: str, value: Any, parameter_names: ParameterNames) -> Part:
     """The part that fits an object given to attach. Raises StateError if it has no state that we could save."""
     if isinstance(value, torch.nn.Module):
         return ModelPart(name, value)
@@ -70,6 +79,16 @@ def make_part(name: str, value: Any, parameter_names: Callable[[torch.Tensor], s
     raise StateError(name, f"a {type(value).__qualname__} has no state_dict and load_state_dict")
 
 
+def name_parameters(models: Sequence[ModelPart]) -> dict[torch.Tensor, str]:
+    """Each parameter's name in its model; where there are several models, with the model's own name in front."""
+    names: dict[torch.Tensor, str] = {}
+    for model in models:
+        prefix = f"{model.name}." if len(models) > 1 else ""
+        for name, parameter in model.module.named_parameters():
+            names.setdefault(parameter, prefix + name)
+    return names
+
+
 class ModelPart:
     """A module, in DDP or not. Parameters are alike on every rank; buffers are the first rank's, as DDP broadcasts."""
 
@@ -77,55 +96,73 @@ class ModelPart:
         self.name = name
         self.module: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
 
-    def parameter_name(self, tensor: torch.Tensor) -> str | None:
-        """The name of one of this model's parameters."""
-        return next((name for name, parameter in self.module.named_parameters() if parameter is tensor), None)
-
     def capture(self, captured: Captured) -> Any:
         """All of `state_dict()`."""
-        buffers = {name for name, _ in self.module.named_buffers()}
+        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         return {
             key: captured.add(value, f"{self.name}.{key}", Scope.FIRST if key in buffers else Scope.SHARED)
             for key, value in self.module.state_dict().items()
         }
 
     def targets(self, tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
-        """The live tensors themselves: they are read into in place."""
+        """The live tensors themselves: they are read into in place. New ones for what is not the model's own memory."""
         live = self.module.state_dict()
         missing, extra = sorted(set(live) - set(tree)), sorted(set(tree) - set(live))
         if missing or extra:
             raise StateError(
                 self.name, f"the checkpoint lacks {missing[:5]} and has {extra[:5]} that this model does not have"
             )
-        return {f"{self.name}.{key}": value for key, value in live.items() if _is_tensor(value)}
+        in_place = self._in_place(live)
+        targets = {f"{self.name}.{key}": live[key] for key in in_place}
+        for key in live:
+            if key not in in_place:
+                targets |= _new_tensors(tree[key], index)
+            elif list(tensor_names(tree[key])) != [f"{self.name}.{key}"]:
+                raise StateError(f"{self.name}.{key}", "a tensor in this model, something else in the checkpoint")
+        return targets
+
+    def _in_place(self, live: Mapping[str, Any]) -> set[str]:
+        """The keys of `state_dict()` whose tensors are parameters and buffers themselves, not made for the occasion."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in (*self.module.parameters(), *self.module.buffers())}
+        return {
+            key
+            for key, value in live.items()
+            if _is_tensor(value) and (value.numel() == 0 or value.untyped_storage().data_ptr() in own)
+        }
 
     def finish(self, tree: Any, filled: Mapping[str, torch.Tensor]) -> None:
-        """Tensors are in place; modules with extra state of other kinds get it through load_state_dict."""
-        values = {key: decode(value, f"{self.name}.{key}", filled.__getitem__) for key, value in tree.items()}
-        if any(not _is_tensor(value) for value in values.values()):
+        """Tensors are in place; extra state, and whatever else is not, goes through `load_state_dict`."""
+        in_place = self._in_place(self.module.state_dict())
+        if in_place != set(tree):
+            values = {key: decode(value, f"{self.name}.{key}", filled.__getitem__) for key, value in tree.items()}
             self.module.load_state_dict(values)
 
 
 class OptimizerPart:
     """A torch optimizer, its state keyed by parameter name. Written back entry by entry, so nothing is cast."""
 
-    def __init__(
-        self, name: str, optimizer: torch.optim.Optimizer, parameter_name: Callable[[torch.Tensor], str | None]
-    ) -> None:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, parameter_names: ParameterNames) -> None:
         self.name = name
         self.optimizer = optimizer
-        self._parameter_name = parameter_name
+        self._parameter_names = parameter_names
 
     def _names(self) -> dict[torch.Tensor, str]:
-        names: dict[torch.Tensor, str] = {}
-        for number, group in enumerate(self.optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                names[parameter] = self._parameter_name(parameter) or f"group-{number}-parameter-{place}"
-        return names
+        known = self._parameter_names()
+        return {
+            parameter: known.get(parameter, f"group-{number}-parameter-{place}")
+            for number, group in enumerate(self.optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+        }
 
     def capture(self, captured: Captured) -> Any:
         """Groups with parameter names in place of parameters, and the state of each parameter that has one."""
         names = self._names()
+        for key in self.optimizer.state:
+            if key not in names:
+                what = "a tensor" if _is_tensor(key) else ascii(key)
+                raise StateError(
+                    f"{self.name}.state", f"belongs to {what}, which is none of the optimizer's parameters"
+                )
         groups = [
             group | {"params": [names[parameter] for parameter in group["params"]]}
             for group in self.optimizer.param_groups
@@ -149,7 +186,7 @@ class OptimizerPart:
             )
         self.optimizer.state.clear()
         for group, options in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
+            group.update({key: _taken_over(group.get(key), value) for key, value in options.items() if key != "params"})
             for parameter in group["params"]:
                 entry = saved["state"].get(names[parameter])
                 if entry is not None:
@@ -186,10 +223,25 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _placed(value: Any, parameter: torch.Tensor, on_host: bool) -> Any:
-    """Optimizer state lives where its parameter does, except counters of plain (not capturable) optimizers."""
+    """Optimizer state lives where its parameter does, except counters of plain (not capturable) optimizers.
+
+    State of the parameter's shape gets the parameter's memory layout, too, as the optimizer made it.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(item, parameter, on_host) for item in value)
     if not _is_tensor(value) or (on_host and value.dim() == 0):
         return value
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device)
+
+
+def _taken_over(now: Any, saved: Any) -> Any:
+    """A group's option as it was saved; a tensor (a learning rate, say) stays the one that others may hold, too."""
+    if not (_is_tensor(now) and _is_tensor(saved)):
+        return saved
+    with torch.no_grad():
+        return now.copy_(saved) if now.shape == saved.shape and now.dtype == saved.dtype else saved.to(now.device)
 
 
 def tensor_names(tree: Any) -> Iterable[str]:

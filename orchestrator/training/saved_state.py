@@ -110,8 +110,7 @@ class SavedState:
         state = rng.capture()
         prefix = f"rank.{self._launch.rank:05d}.rng."
         for name, tensor in state.tensors().items():
-            captured.tensors[prefix + name] = tensor
-            captured.scopes[prefix + name] = Scope.RANK
+            captured.add_tensor(prefix + name, tensor, Scope.RANK)
         metadata = Metadata(
             values={"objects": objects},
             rank_values={"rng": state.values()},

@@ -24,7 +24,7 @@ from orchestrator.preemption.process import record_signals
 from orchestrator.storage.peers import PeerStore
 from orchestrator.training import attached, loaders
 from orchestrator.training.boundary import Boundary, Passing
-from orchestrator.training.parts import ModelPart, ObjectPart, Part, make_part
+from orchestrator.training.parts import ModelPart, ObjectPart, Part, make_part, name_parameters
 from orchestrator.training.sampler import ResumableSampler
 from orchestrator.training.saved_state import SavedState
 
@@ -76,11 +76,12 @@ class Run:
         self._sampler = data if isinstance(data, ResumableSampler) else None
         self._begun = False
         self._leaving_since: float | None = None
-        parts = self._parts(given)
         store = PeerStore(launch.objects_url, launch.token)
         try:
-            self._state = SavedState(launch, parts, self._sampler, _optimizers(given), accept)
+            self._state = SavedState(launch, self._parts(given), self._sampler, _optimizers(given), accept)
             self.step: int = self._state.restore(store)
+            if self._state.restored:
+                self._control.set_slot_bytes(self._state.plan())
         except RefusedError:
             self._control.set_phase(WorkerPhase.REFUSED)
             raise
@@ -90,20 +91,15 @@ class Run:
         finally:
             store.close()
         self._boundary = Boundary(self._control, launch, self._state.stage)
-        if self._state.restored:
-            self._control.set_slot_bytes(self._state.plan())
         _warn_about_buckets(given.get("model"), launch)
 
     def _parts(self, given: dict[str, Any]) -> list[Part]:
         models = [ModelPart(name, value) for name, value in given.items() if isinstance(value, torch.nn.Module)]
 
-        def parameter_name(tensor: torch.Tensor) -> str | None:
-            return next((name for model in models if (name := model.parameter_name(tensor)) is not None), None)
-
         def part(name: str, value: Any) -> Part:
             if name == "data" and not isinstance(value, ResumableSampler):
                 return ObjectPart(name, value, Scope.RANK, prefix=f"rank.{self._launch.rank:05d}.")
-            return make_part(name, value, parameter_name)
+            return make_part(name, value, lambda: name_parameters(models))
 
         return [part(name, value) for name, value in given.items()]
 

@@ -1,0 +1,28 @@
+"""What saving will need, said before it is needed: memory, upload time, whether that fits a notice. Pure."""
+
+from __future__ import annotations
+
+from orchestrator.core.policy import fit_deadline
+from orchestrator.core.states import Turn
+
+
+def report(turn: Turn) -> None:
+    """Note the numbers, once all ranks of the gang have planned; again when the upload speed is first measured."""
+    job = turn.job
+    sizes = [rank.slot_bytes for rank in job.ranks.values()]
+    if not sizes or not all(sizes):
+        return
+    fit = fit_deadline(
+        steps_away=1,
+        step_seconds=job.step_seconds,
+        stage_seconds=job.stage_seconds,
+        size_bytes=max(sizes),
+        bandwidth_bytes_per_second=job.bandwidth_bytes_per_second,
+        remaining_seconds=job.spec.grace_seconds,
+    )
+    memory_bytes = 2 * sum(sizes)
+    turn.note(
+        "preflight",
+        f"{memory_bytes / 2**20:.1f} MiB of staging memory in two slots per rank; on notice {fit.reason} of notice",
+        facts=turn.facts(staging_bytes=memory_bytes, largest_shard_bytes=max(sizes), fits=fit.fits),
+    )
