@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError
@@ -28,7 +28,7 @@ class JobConfig(BaseModel):
     """The job's name, also its folder's in the store: lower-case letters, digits, '.', '_' and '-', at most 63."""
     store: str
     """URL or path of the folder that holds the jobs' folders."""
-    command: tuple[str, ...] = ()
+    command: Annotated[tuple[str, ...], Field(validate_default=True)] = ()
     """The training command, as given after `--`."""
     scheduler: str = "local"
     """Where nodes come from. This release: local (nodes are process groups on this machine)."""
@@ -67,6 +67,11 @@ class JobConfig(BaseModel):
             raise ValueError(f"this release knows the scheduler 'local' only, not {value!r}")
         return value
 
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _one_number(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
+
     @field_validator("nodes")
     @classmethod
     def _valid_nodes(cls, value: str) -> str:
@@ -82,11 +87,12 @@ class JobConfig(BaseModel):
             raise ValueError("a folder or URL is needed")
         return value
 
-    @model_validator(mode="after")
-    def _has_command(self) -> JobConfig:
-        if not self.command:
-            raise ValueError("command: nothing to run; give it after --, or as a list in the file")
-        return self
+    @field_validator("command")
+    @classmethod
+    def _some_command(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("nothing to run; give it after --, or as a list in the file")
+        return value
 
     @property
     def nodes_min(self) -> int:

@@ -77,6 +77,7 @@ class Agent:
         self._objects_url = ""
         self._wanted: dict[int, Upload] = {}
         self._settled: dict[int, bool] = {}
+        self._echo = settings.echo_output
         self._over = asyncio.Event()
         self._failed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,12 +191,15 @@ class Agent:
         return not self._settled[step] or any(step < newer for newer in self._wanted)
 
     def _copy_output(self) -> None:
-        if not self._settings.echo_output or self._gang is None:
+        if not self._echo or self._gang is None:
             return
-        for worker in self._gang.workers:
-            for line in processes.new_output(worker).splitlines():
-                sys.stdout.write(f"[{worker.rank}] {line}\n")
-        sys.stdout.flush()
+        try:
+            for worker in self._gang.workers:
+                for line in processes.new_output(worker).splitlines():
+                    sys.stdout.write(f"[{worker.rank}] {line}\n")
+            sys.stdout.flush()
+        except OSError:  # nobody reads it any more; the log files keep everything
+            self._echo = False
 
     # -- the supervisor's actions ------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class Standing(StrEnum):
     QUARANTINED = "quarantined"
     ROLLED_BACK = "rolled back"
     DAMAGED = "damaged"
+    NEWER_FORMAT = "of a newer format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,7 @@ def read_generations(store: ObjectStore) -> dict[int, fmt.GenerationRecord]:
 
 
 def survey(store: ObjectStore) -> Catalog:
-    """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing.
-
-    Raises VersionError if an index was written by a newer release: choosing an older checkpoint would lose work.
-    """
+    """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing."""
     generations = read_generations(store)
     folders: dict[CheckpointId, dict[str, int]] = {}
     for entry in store.entries("checkpoints/"):
@@ -84,8 +82,8 @@ def _judge(
     if "index.json" in files:
         try:
             index = read_index(store, checkpoint)
-        except VersionError:
-            raise
+        except VersionError as error:
+            index, standing, problem = None, Standing.NEWER_FORMAT, str(error)
         except FormatError as error:
             index, standing, problem = None, Standing.DAMAGED, str(error)
         if isinstance(index, fmt.AbandonedIndex):

@@ -13,7 +13,7 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import Catalog, Standing, read_generations, rollback_bound, survey
 from orchestrator.checkpoint.save import commit, missing_for_commit, read_receipts
 from orchestrator.core.messages import CheckpointId, Outcome
-from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, NotFoundError, RefusedError
+from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, NotFoundError, RefusedError, VersionError
 from orchestrator.storage.base import ObjectStore
 
 OWN_CLAIMS_MAX = 16  # claims of our own earlier attempts that may be skipped; more means that something is wrong
@@ -57,6 +57,9 @@ def open_generation(
     number = _claim_as_starter(store, who, wall_seconds) if own is None else _claim_next(store, who, own, wall_seconds)
     rolled = roll_forward(store)
     catalog = survey(store)
+    for entry in catalog.entries:
+        if entry.standing is Standing.NEWER_FORMAT:
+            raise VersionError(fmt.folder_key(entry.id), f"{entry.problem}; an older checkpoint would lose work")
     chosen = catalog.newest(avoid)
     skipped = _skipped(catalog, chosen.id if chosen else None, avoid)
     if chosen is None and skipped:

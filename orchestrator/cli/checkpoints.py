@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from orchestrator.storage.base import ObjectStore
 
 NEWEST = "newest"
+UNREADABLE = ("damaged", "of a newer format")
+"""Standings of checkpoints that were committed once and cannot be used by this release."""
 _ID = re.compile(r"g(\d{8,})-s(\d{10,})\Z")
 
 checkpoints = typer.Typer(rich_markup_mode="rich")
@@ -152,10 +154,10 @@ def _find(catalog: Catalog, which: str, *, damaged_too: bool = False) -> Catalog
     """The checkpoint that is meant; the newest is the newest usable one, or the newest that was ever committed."""
     if which == NEWEST:
         for entry in catalog.entries:
-            if _usable(entry) or (damaged_too and str(entry.standing) == "damaged"):
+            if _usable(entry) or (damaged_too and str(entry.standing) in UNREADABLE):
                 return entry
-            if str(entry.standing) == "damaged":
-                say(f"passed over, because it is damaged: {entry.id}: {entry.problem}")
+            if str(entry.standing) in UNREADABLE:
+                say(f"passed over, because it is {entry.standing}: {entry.id}: {entry.problem}")
         raise NotFoundError(NEWEST, "there is no committed checkpoint" + _others(catalog))
     match = _ID.match(which)
     if match is None:
@@ -303,7 +305,7 @@ def _verify(store: ObjectStore, entry: CatalogEntry) -> Finding:
     from orchestrator.checkpoint.reader import read_committed
 
     name, standing = str(entry.id), str(entry.standing)
-    if standing not in ("committed", "damaged"):
+    if standing not in ("committed", *UNREADABLE):
         return Finding(id=name, standing=standing, verified=False, problem=entry.problem)
     try:
         index = read_committed(store, entry.id)

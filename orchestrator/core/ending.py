@@ -248,7 +248,8 @@ def _last_step_is_lost(turn: Turn) -> bool:
     job = turn.job
     if job.ending is None or job.ending.outcome is not Outcome.DONE or job.until is None:
         return False
-    if not any(state.attached for state in job.ranks.values()):
+    finished = [state.exited is not None and state.exited.verdict is Verdict.FINISHED for state in job.ranks.values()]
+    if not any(finished):  # the script never attached, or left its loop early: that is its own affair
         return False
     return job.newest_committed is None or job.newest_committed.step < job.until
 

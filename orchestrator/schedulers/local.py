@@ -23,6 +23,7 @@ from orchestrator.schedulers.base import NodeInfo, OnLost
 
 AGENT_COMMAND = (sys.executable, "-m", "orchestrator.agent")
 START_FAILURES_MAX = 5
+START_PAUSE_SECONDS_MAX = 60.0
 START_SECONDS_MIN = 2.0
 """An agent that ends sooner than that failed to start."""
 STOP_SECONDS = 5.0
@@ -90,6 +91,8 @@ class LocalScheduler:
     def request(self, count: int) -> None:
         """The first nodes come at once, replacements after `replacement_seconds`."""
         pause = self._replacement_seconds if self._requested_before else 0.0
+        if self._start_failures >= START_FAILURES_MAX:
+            pause = max(pause, min(2.0**self._start_failures, START_PAUSE_SECONDS_MAX))
         self._requested_before = True
         for _ in range(count):
             self._later(pause, self._start_node)
@@ -134,8 +137,7 @@ class LocalScheduler:
         early = time.monotonic() - node.started_seconds < START_SECONDS_MIN
         self._start_failures = self._start_failures + 1 if early else 0
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        pause = min(2.0**self._start_failures, 60.0) if self._start_failures >= START_FAILURES_MAX else 0.0
-        self._later(pause, lambda: self._on_lost(node.name, f"its agent {how}"))
+        self._on_lost(node.name, f"its agent {how}")
 
     def _forget(self, node: _Node) -> None:
         asyncio.get_running_loop().remove_reader(node.pidfd)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.agent.settings import AgentSettings
+from orchestrator.checkpoint.launch import private_folder
 from orchestrator.clock import SystemClock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import Finish
@@ -48,7 +49,7 @@ class LocalJob:
     @property
     def staging(self) -> Path:
         """Folder in memory for this job's nodes."""
-        return Path(self._config.staging) / f"orchestrator-{os.getuid()}" / self.state.path.name
+        return private_folder(Path(self._config.staging), self.state.path.name)
 
     def acquire(self) -> None:
         """Lock the job on this machine. Raises FencedError if it runs here already."""
@@ -57,7 +58,7 @@ class LocalJob:
     async def run(self) -> Finish:
         """Run to the end; everything that was started is gone when this returns."""
         config, options = self._config, self._options
-        owner = self.state.owner()
+        owner, staging = self.state.owner(), self.staging
 
         def settings_of(node: str, url: str, token: str, staging: Path) -> str:
             return AgentSettings(
@@ -79,7 +80,7 @@ class LocalJob:
 
         scheduler = LocalScheduler(
             settings_of=settings_of,
-            staging=self.staging,
+            staging=staging,
             state_file=self.state.path / "nodes.json",
             replacement_seconds=config.replacement_seconds,
             agent_command=options.agent_command,
@@ -91,4 +92,6 @@ class LocalJob:
         try:
             return await supervisor.run()
         finally:
+            with contextlib.suppress(OSError):  # not empty: a node did not end in time
+                staging.rmdir()
             self.state.release()

@@ -55,8 +55,8 @@ class StateFolder:
 
     def release(self) -> None:
         """Give the lock back."""
-        (self.path / "supervisor.json").unlink(missing_ok=True)
         if self._lock is not None:
+            (self.path / "supervisor.json").unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from orchestrator.checkpoint.launch import Launch
+from orchestrator.checkpoint.launch import Launch, private_folder
 from orchestrator.errors import ConfigError, FencedError, OrchestratorError, SupervisorError
 
 START_SECONDS_MAX = 60.0
@@ -30,7 +30,6 @@ def start(*, store: str, job: str, save_every: int) -> Launch:
             f"{world_size} ranks on several machines need a supervisor: start the job with `orchestrator run`"
         )
     folder = _meeting_folder(world_size)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if rank == 0:
         _start_supervisor(folder, store=store, job=_valid_name(job), save_every=save_every, world_size=world_size)
     pid_path = folder / f"worker-{rank:05d}.pid"
@@ -51,7 +50,7 @@ def _meeting_folder(world_size: int) -> Path:
             os.environ.get(key, "") for key in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         ]
         name = re.sub(r"[^A-Za-z0-9.-]", "_", f"meet-{os.getppid()}-" + "-".join(parts))
-    return base / f"orchestrator-{os.getuid()}" / "attached" / name
+    return private_folder(base, "attached", name)
 
 
 def _valid_name(text: str) -> str:
@@ -62,7 +61,7 @@ def _valid_name(text: str) -> str:
 def _start_supervisor(folder: Path, *, store: str, job: str, save_every: int, world_size: int) -> None:
     settings = {
         "folder": str(folder),
-        "store": str(Path(store).absolute()) if "://" not in store else store,
+        "store": str(Path(store).resolve()) if "://" not in store else store,
         "job": job,
         "save_every": save_every,
         "world_size": world_size,

@@ -120,7 +120,8 @@ class ResumableSampler:
     ) -> None:
         """`length`: samples in the data set. `global_batch`: samples per optimizer step, all ranks together; may
         exceed `length`. `micro_batch`: most samples per forward pass of a rank. `rank` and `world_size` default
-        to the environment's RANK and WORLD_SIZE, else 0 and 1.
+        to the environment's RANK and WORLD_SIZE, else 0 and 1. A world size that does not share the global batch
+        equally is refused when the first samples are asked for, so that `attach` can have the job formed anew before.
 
         Raises ConfigError, which lists every problem.
         """
@@ -140,7 +141,7 @@ class ResumableSampler:
         self._seed = seed
         self._position = 0
         self._moves = 0  # counts jumps, so that a stream begun before one can tell
-        self._rank, self._world_size = self._checked_world(rank, world_size)
+        self._rank, self._world_size = _checked_place(rank, world_size)
 
     # --- the current step -------------------------------------------------------------------------------------
 
@@ -205,7 +206,9 @@ class ResumableSampler:
 
         Raises ConfigError, naming the allowed sizes nearest to the one asked for.
         """
-        world = self._checked_world(rank, world_size)
+        world = _checked_place(rank, world_size)
+        if not self._allows(world_size):
+            raise ConfigError(self._refusal(world_size))
         if world != (self._rank, self._world_size):
             self._rank, self._world_size = world
             self._moves += 1
@@ -245,7 +248,9 @@ class ResumableSampler:
 
     @property
     def _per_rank(self) -> int:
-        """Samples per rank and step."""
+        """Samples per rank and step. Raises ConfigError if the world size does not allow equal shares."""
+        if not self._allows(self._world_size):
+            raise ConfigError(self._refusal(self._world_size))
         return self._global_batch // self._world_size
 
     def _indices(self, start: int, stop: int) -> NDArray[np.uint64]:
@@ -280,17 +285,6 @@ class ResumableSampler:
         per_rank, rest = divmod(self._global_batch, world_size)
         return rest == 0 and per_rank > 0 and per_rank % min(self._micro_batch, per_rank) == 0
 
-    def _checked_world(self, rank: int, world_size: int) -> tuple[int, int]:
-        """The pair as it came. Raises ConfigError if it is none."""
-        problems = _int_problems("data.world_size", world_size, 1, LENGTH_MAX)
-        if not problems:
-            problems = _int_problems("data.rank", rank, 0, world_size - 1)
-            if not self._allows(world_size):
-                problems.append(self._refusal(world_size))
-        if problems:
-            raise ConfigError(*problems)
-        return rank, world_size
-
     def _refusal(self, world_size: int) -> str:
         """Why `world_size` is not possible, with the nearest sizes that are."""
         allowed = self.allowed_world_sizes()
@@ -302,6 +296,15 @@ class ResumableSampler:
             f"data.world_size: {world_size} ranks cannot share a global batch of {self._global_batch} in "
             f"micro-batches of {self._micro_batch}; {which}: {near}"
         )
+
+
+def _checked_place(rank: int, world_size: int) -> tuple[int, int]:
+    """The pair as it came. Raises ConfigError if it is none."""
+    problems = _int_problems("data.world_size", world_size, 1, LENGTH_MAX)
+    problems = problems or _int_problems("data.rank", rank, 0, world_size - 1)
+    if problems:
+        raise ConfigError(*problems)
+    return rank, world_size
 
 
 def _int_problems(path: str, value: object, low: int, high: int) -> list[str]:

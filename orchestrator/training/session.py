@@ -29,6 +29,7 @@ from orchestrator.training.sampler import ResumableSampler
 from orchestrator.training.saved_state import SavedState
 
 LEAVE_SECONDS_MAX = 3600.0
+REFORM_WAIT_SECONDS = 60.0
 
 
 def attach(
@@ -75,11 +76,12 @@ class Run:
         data = given.get("data")
         self._sampler = data if isinstance(data, ResumableSampler) else None
         self._begun = False
-        self._leaving_since: float | None = None
+        self.step = 0
+        self._refuse_world_size()
         store = PeerStore(launch.objects_url, launch.token)
         try:
             self._state = SavedState(launch, self._parts(given), self._sampler, _optimizers(given), accept)
-            self.step: int = self._state.restore(store)
+            self.step = self._state.restore(store)
             if self._state.restored:
                 self._control.set_slot_bytes(self._state.plan())
         except RefusedError:
@@ -92,6 +94,16 @@ class Run:
             store.close()
         self._boundary = Boundary(self._control, launch, self._state.stage)
         _warn_about_buckets(given.get("model"), launch)
+
+    def _refuse_world_size(self) -> None:
+        """If the global batch cannot be shared by this many ranks: say so, and wait to be formed anew with fewer."""
+        sampler = self._sampler
+        if sampler is None or self.world_size in sampler.allowed_world_sizes():
+            return
+        self._tell(None)
+        if not self._launch.attached:
+            time.sleep(REFORM_WAIT_SECONDS)
+        sampler.set_world(self.rank, self.world_size)
 
     def _parts(self, given: dict[str, Any]) -> list[Part]:
         models = [ModelPart(name, value) for name, value in given.items() if isinstance(value, torch.nn.Module)]
@@ -158,16 +170,15 @@ class Run:
             raise ConfigError("run.steps() may be called once; run.steps() and run.after_step() cannot be mixed")
         self._begun = True
         self._state.restore_rng()
-        sampler = self._sampler
-        self._control.set_info(
-            {
-                "step": self.step,
-                "until": until,
-                "allowed_world_sizes": None if sampler is None else list(sampler.allowed_world_sizes()),
-            }
-        )
-        self._control.set_phase(WorkerPhase.RUNNING)
+        self._tell(until)
         self._boundary.start()
+
+    def _tell(self, until: int | None) -> None:
+        """Publish what the supervisor has to know of this worker; from then on it counts as attached."""
+        sampler = self._sampler
+        allowed = None if sampler is None else list(sampler.allowed_world_sizes())
+        self._control.set_info({"step": self.step, "until": until, "allowed_world_sizes": allowed})
+        self._control.set_phase(WorkerPhase.RUNNING)
 
     def _complete(self, step: int, *, final: bool) -> None:
         """Everything that belongs to a boundary; the position of the data counts completed steps."""

@@ -256,7 +256,7 @@ def test_a_world_that_cannot_share_the_batch_is_refused_with_its_neighbours() ->
     with pytest.raises(ConfigError, match=r"data\.world_size: 3 ranks .* allowed: 1, 2, 4, 8, 16"):
         sampler.set_world(0, 3)
     with pytest.raises(ConfigError, match=r"the nearest of 134 allowed: 13, 15, 16, 20, 22, 24$"):
-        make(global_batch=64 * 30030, micro_batch=7, world_size=17)
+        iter(make(global_batch=64 * 30030, micro_batch=7, world_size=17))
     with pytest.raises(ConfigError, match=r"data\.rank"):
         sampler.set_world(4, 4)
     assert (sampler.rank, sampler.world_size) == (0, 1)
