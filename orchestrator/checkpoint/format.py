@@ -336,7 +336,7 @@ def build_index(receipts: Iterable[Receipt]) -> Index:
                 key, f"rank {receipt.shard.rank}'s receipt differs from rank {first.shard.rank}'s in {differing}"
             )
     objects = _objects(first)
-    alike = {name for name, tree in objects.items() if all(_objects(receipt).get(name) == tree for receipt in ordered)}
+    alike = _alike([_objects(receipt) for receipt in ordered])
     index = Index(
         version=FORMAT_VERSION,
         job=first.job,
@@ -363,6 +363,12 @@ def _objects(receipt: Receipt) -> dict[str, Any]:
     """The state of each object given to attach. What differs between ranks is kept for each rank."""
     objects: dict[str, Any] = receipt.values.get("objects", {})
     return objects
+
+
+def _alike(of_ranks: list[dict[str, Any]]) -> set[str]:
+    """The names of the objects that all ranks have alike, as JSON: 1, 1.0 and true are not alike."""
+    texts = [{name: canonical_json(tree) for name, tree in objects.items()} for objects in of_ranks]
+    return {name for name, text in texts[0].items() if all(other.get(name) == text for other in texts)}
 
 
 def _merge_tensors(key: str, receipts: list[Receipt]) -> dict[str, TensorRecord]:

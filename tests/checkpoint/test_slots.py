@@ -171,7 +171,7 @@ def test_a_torn_cell_leaves_the_record_before_it(control: ControlBlock, worker: 
 
 
 def test_a_whole_cell_of_another_turn_leaves_the_record_before_it(control: ControlBlock, worker: ControlBlock) -> None:
-    """Where stores arrive out of order, the selector may be ahead of the cell: its checksum holds, its number does not."""
+    """Where stores arrive out of order the selector may be ahead of the cell: its checksum holds, its number is old."""
     first, second, third = (Record(ballot=number, decided_step=number) for number in (1, 2, 3))
     control.write_record(first)
     start, stop = cell_range(control, control.selector)

@@ -16,6 +16,7 @@ import pytest
 
 from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.core.job import Phase
+from orchestrator.core.messages import Request, Requested
 from orchestrator.supervisor.loop import Supervisor
 from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
 
@@ -142,6 +143,40 @@ async def test_notice_during_the_first_long_step(
     left = next(record for record in result.kinds("committed") if record.facts["mode"] == "leave")
     assert float(left.facts["seconds_before_deadline"] or 0) > 0
     assert final_digests(result.store) == reference
+
+
+async def test_world_size_that_does_not_share_the_batch(tmp_path: Path, staging: str) -> None:
+    """F65: three nodes cannot share a global batch of 16: the job is formed anew with two, the third stays spare."""
+    result = await run_job(tmp_path, nodes="1:3", staging=staging)
+    assert result.finish.exit_code == 0, result.output()
+    assert [record.facts["world_size"] for record in result.kinds("generation opened")] == [3, 2]
+    assert not result.kinds("failure judged")
+
+
+async def test_resize(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resize saves, forms anew at the other number of nodes, and goes on exactly at that step; both directions."""
+    monkeypatch.setenv("STEPS", "120")
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 4)
+        supervisor.submit(Requested(request=Request.RESIZE, by="a test", nodes=1))
+        await until(lambda: _runs_with(supervisor, 1))
+        supervisor.submit(Requested(request=Request.RESIZE, by="a test", nodes=2))
+        await until(lambda: _runs_with(supervisor, 2))
+
+    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario, save_every=5)
+    assert result.finish.exit_code == 0, result.output()
+    opened = result.kinds("generation opened")
+    assert [record.facts["world_size"] for record in opened] == [2, 1, 2]
+    left = [record.step for record in result.kinds("committed") if record.facts["mode"] == "leave"]
+    assert [record.step for record in opened[1:]] == left
+    check_store(result.store)
+
+
+def _runs_with(supervisor: Supervisor, world_size: int) -> bool:
+    job = supervisor.job
+    return job.phase is Phase.RUNNING and job.gang is not None and job.gang.world_size == world_size
 
 
 async def test_drain_and_resume(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
