@@ -52,6 +52,11 @@ class Supervisor:
         """Where the nodes come from."""
         return self._scheduler
 
+    @property
+    def pending_events(self) -> int:
+        """Events that were taken in and are not handled yet."""
+        return self._queue.qsize()
+
     def submit(self, event: Event) -> None:
         """Take in an event from an agent, the API or the scheduler; handled in order."""
         self._queue.put_nowait(event)

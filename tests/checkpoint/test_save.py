@@ -1,0 +1,348 @@
+"""From shards to a decision: receipts, commit against abandon, repeated uploads. Exactly one outcome, believed by all."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint import save as saving
+from orchestrator.checkpoint.save import (
+    abandon,
+    commit,
+    read_index,
+    read_receipts,
+    shard_metadata,
+    upload_shard,
+)
+from orchestrator.core.messages import CheckpointId
+from orchestrator.errors import DigestError, FormatError, StoreError, VersionError
+from orchestrator.storage.base import ObjectStore, Piece
+from orchestrator.storage.memory import MemoryStore
+from tests.checkpoint.shards import checkpoint_id, place, stage, upload, upload_all
+from tests.checkpoint.stores import CountingStore, at_once, new_store, replace
+
+TENSORS = {"w": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(3, dtype=torch.float64)}
+SMALL = {"w": torch.arange(30, dtype=torch.float32)}
+
+
+# ------------------------------------------------------------------------------------------------ shard, receipt
+
+
+def test_the_receipt_says_what_is_in_the_shard(any_store: ObjectStore, tmp_path: Path) -> None:
+    data = stage(tmp_path, TENSORS)
+    receipt = upload(any_store, place(), data)
+    assert any_store.read(place().shard_key) == data
+    assert fmt.load(fmt.Receipt, "receipt", any_store.read(place().receipt_key)) == receipt
+    assert receipt.shard.size_bytes == len(data)
+    blocks = fmt.unpack_blocks("shard", receipt.shard.blocks, len(data))
+    assert len(blocks) == 2
+    import crc32c
+
+    assert receipt.shard.crc32c == crc32c.crc32c(data)
+    assert blocks[0] == crc32c.crc32c(data[: fmt.BLOCK_BYTES])
+    (chunk,) = receipt.tensors["b"].chunks
+    assert data[chunk.first_byte : chunk.last_byte] == TENSORS["b"].numpy().tobytes()
+
+
+def test_the_shard_is_durable_before_its_receipt_is_written(tmp_path: Path) -> None:
+    store = MemoryStore()
+    seen: list[set[str]] = []
+    upload_shard(
+        store, place(), memoryview(stage(tmp_path, SMALL)), lambda: seen.append({e.key for e in store.entries("")})
+    )
+    assert seen == [{place().shard_key}]
+    assert {entry.key for entry in store.entries("")} == {place().shard_key, place().receipt_key}
+
+
+def test_uploading_the_same_shard_again_is_harmless(any_store: ObjectStore, tmp_path: Path) -> None:
+    """F36: nothing is overwritten. A repeat, after a lost answer say, finds its own bytes and goes on."""
+    data = stage(tmp_path, TENSORS)
+    first = upload(any_store, place(), data)
+    assert upload(any_store, place(), data) == first
+    any_store.delete(place().receipt_key)  # the first attempt ended between the two writes
+    assert upload(any_store, place(), data) == first
+    assert any_store.read(place().shard_key) == data
+
+
+@pytest.mark.parametrize("where", ["first byte", "last byte", "size"])
+def test_another_shard_under_the_same_key_is_refused(any_store: ObjectStore, tmp_path: Path, where: str) -> None:
+    data = stage(tmp_path, TENSORS)
+    upload(any_store, place(), data)
+    if where == "size":
+        other = data + b"\0" * 8
+    else:
+        position = 0 if where == "first byte" else len(data) - 1
+        other = data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+    with pytest.raises(DigestError, match="another shard"):
+        upload(any_store, place(), other)
+    assert any_store.read(place().shard_key) == data
+
+
+def test_another_receipt_under_the_same_key_is_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.create(place().receipt_key, [b"{}"])
+    with pytest.raises(DigestError, match="another receipt"):
+        upload(store, place(), stage(tmp_path, SMALL))
+
+
+def test_bytes_that_did_not_all_arrive_leave_no_receipt(tmp_path: Path) -> None:
+    class LosingStore(MemoryStore):
+        """Keeps one byte less than it was given."""
+
+        def create(self, key: str, pieces: Iterable[Piece]) -> None:
+            super().create(key, [b"".join(pieces)[:-1]])
+
+    store = LosingStore()
+    data = stage(tmp_path, SMALL)
+    with pytest.raises(DigestError, match=rf"{len(data) - 1} bytes arrived of {len(data)}"):
+        upload(store, place(), data)
+    assert [entry.key for entry in store.entries("")] == [place().shard_key]
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"\x02" + b"\0" * 7 + b"{}", b"PK\x03\x04 some archive"])
+def test_what_is_no_shard_gets_no_receipt(data: bytes) -> None:
+    store = MemoryStore()
+    with pytest.raises(FormatError):
+        upload(store, place(), data)
+    assert not any(entry.key.endswith(".json") for entry in store.entries(""))
+
+
+def test_a_foreign_safetensors_file_is_no_shard() -> None:
+    header = json.dumps({"__metadata__": {"format": "pt"}, "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}})
+    with pytest.raises(FormatError, match="not a shard of this project"):
+        shard_metadata("shard", memoryview(len(header).to_bytes(8, "little") + header.encode() + b"\0"))
+
+
+# ------------------------------------------------------------------------------------------------------ commit
+
+
+@pytest.mark.parametrize("absent", [(), (1,), (0, 3)])
+def test_commit_names_the_ranks_that_are_missing(tmp_path: Path, absent: tuple[int, ...]) -> None:
+    """F28, F30: commit needs every rank's receipt, and says whose are not there."""
+    store = MemoryStore()
+    wanted = [rank for rank in range(5) if rank not in absent]
+    checkpoint = checkpoint_id()
+    with pytest.raises(StoreError, match="no receipt"):
+        commit(store, checkpoint)
+    for rank in wanted[:-1]:
+        upload(store, place(rank, 5, absent), stage(tmp_path, SMALL, place(rank, 5, absent)))
+        missing = [one for one in wanted if one > rank]
+        with pytest.raises(StoreError) as caught:
+            commit(store, checkpoint)
+        assert f"ranks {missing} are missing" in str(caught.value)
+        assert read_index(store, checkpoint) is None
+    upload(store, place(wanted[-1], 5, absent), stage(tmp_path, SMALL, place(wanted[-1], 5, absent)))
+    assert commit(store, checkpoint)
+
+
+def test_where_everyone_is_absent_everyone_is_needed(tmp_path: Path) -> None:
+    """If all nodes go, all own something: one receipt alone makes no checkpoint."""
+    store = MemoryStore()
+    everyone = (0, 1)
+    upload_all(store, tmp_path, SMALL, world_size=2, absent=everyone, without=(1,))
+    with pytest.raises(StoreError, match=r"ranks \[1\] are missing"):
+        commit(store, checkpoint_id())
+    upload_all(store, tmp_path, SMALL, world_size=2, absent=everyone, without=(0,))
+    assert commit(store, checkpoint_id())
+
+
+@pytest.mark.parametrize("with_victim", [False, True])
+def test_an_absent_rank_is_taken_in_if_it_made_it(tmp_path: Path, with_victim: bool) -> None:
+    store = MemoryStore()
+    checkpoint = upload_all(
+        store,
+        tmp_path,
+        SMALL,
+        world_size=3,
+        absent=(2,),
+        without=() if with_victim else (2,),
+        rank_values=lambda rank: {"rng": {"of": rank}},
+    )
+    assert commit(store, checkpoint)
+    index = read_index(store, checkpoint)
+    assert isinstance(index, fmt.Index)
+    assert set(index.rank_values) == ({"0", "1", "2"} if with_victim else {"0", "1"})
+
+
+def test_commit_looks_at_the_sizes_of_the_shards(tmp_path: Path) -> None:
+    """F24: a receipt beside a shard that is not what it says is not enough."""
+    store = MemoryStore()
+    checkpoint = upload_all(store, tmp_path, SMALL, world_size=2)
+    key = fmt.shard_key(checkpoint, 1, 2)
+    data = store.read(key)
+    for shorter in (data[:-1], None):
+        store.delete(key)
+        if shorter is not None:
+            store.create(key, [shorter])
+        with pytest.raises(StoreError, match=f"{key} has {0 if shorter is None else len(data) - 1} bytes"):
+            commit(store, checkpoint)
+
+
+def test_whoever_commits_writes_the_same_bytes(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    written = set()
+    for attempt in range(4):
+        store = MemoryStore()
+        order = draw.sample(range(4), 4)
+        for rank in order:
+            upload(store, place(rank, 4), stage(tmp_path, SMALL, place(rank, 4)))
+        assert commit(store, checkpoint_id()), attempt
+        written.add(store.read(fmt.index_key(checkpoint_id())))
+    assert len(written) == 1
+
+
+def test_committing_again_is_harmless(any_store: ObjectStore, tmp_path: Path) -> None:
+    checkpoint = upload_all(any_store, tmp_path, SMALL)
+    assert commit(any_store, checkpoint)
+    before = any_store.read(fmt.index_key(checkpoint))
+    assert commit(any_store, checkpoint)
+    assert abandon(any_store, checkpoint, "too late")  # True: it is committed
+    assert any_store.read(fmt.index_key(checkpoint)) == before
+
+
+def test_a_late_committer_believes_the_abandoned_index(any_store: ObjectStore, tmp_path: Path) -> None:
+    checkpoint = upload_all(any_store, tmp_path, SMALL)
+    assert not abandon(any_store, checkpoint, "rank 1 went on")
+    assert not commit(any_store, checkpoint)
+    index = read_index(any_store, checkpoint)
+    assert isinstance(index, fmt.AbandonedIndex)
+    assert index.reason == "rank 1 went on"
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_commit_against_abandon_has_one_outcome(kind: str, tmp_path: Path) -> None:
+    """F32: one decision, whoever makes it; all who tried hear the same answer."""
+    outcomes = set()
+    for turn in range(25):
+        store = new_store(kind, tmp_path / str(turn))
+        folder = tmp_path / f"slots-{turn}"
+        folder.mkdir()
+        checkpoint = upload_all(store, folder, SMALL)
+        calls = [lambda: commit(store, checkpoint), lambda: abandon(store, checkpoint, "a race")] * 3  # noqa: B023
+        answers = at_once(calls)
+        assert len(set(answers)) == 1, answers
+        index = read_index(store, checkpoint)
+        assert isinstance(index, fmt.Index) is answers[0]
+        outcomes.add(answers[0])
+    assert outcomes <= {True, False}
+
+
+def test_many_committers_over_a_folder_write_one_index(tmp_path: Path) -> None:
+    store = new_store("folder", tmp_path)
+    checkpoint = upload_all(store, tmp_path, SMALL, world_size=2)
+    assert at_once([lambda: commit(store, checkpoint)] * 16) == [True] * 16
+    names = {entry.key.rpartition("/")[2] for entry in store.entries("checkpoints/")}
+    assert sorted(names) == [
+        "index.json",
+        "shard-00000-of-00002.json",
+        "shard-00000-of-00002.safetensors",
+        "shard-00001-of-00002.json",
+        "shard-00001-of-00002.safetensors",
+    ]
+
+
+# --------------------------------------------------------------------------------------- receipts that do not fit
+
+
+def test_receipts_of_another_attempt_are_refused(tmp_path: Path) -> None:
+    """W2, W8: eight ranks' stale receipt beside a save of four is not merged in, and does not count."""
+    store = MemoryStore()
+    checkpoint = upload_all(store, tmp_path, SMALL, world_size=4, without=(3,))
+    upload(store, place(5, 8), stage(tmp_path, SMALL, place(5, 8)))
+    with pytest.raises((StoreError, FormatError)):
+        commit(store, checkpoint)
+    upload_all(store, tmp_path, SMALL, world_size=4, without=(0, 1, 2))
+    with pytest.raises(FormatError, match="world_size"):
+        commit(store, checkpoint)
+    assert read_index(store, checkpoint) is None
+
+
+def moved(store: ObjectStore, source: str, target: str) -> None:
+    store.create(target, [store.read(source)])
+
+
+def test_a_receipt_under_another_ones_key_is_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    upload_all(store, tmp_path, SMALL, world_size=2, without=(1,))
+    moved(store, place(0, 2).receipt_key, place(1, 2).receipt_key)
+    with pytest.raises(FormatError, match="is the receipt of rank 0 of 2"):
+        read_receipts(store, checkpoint_id())
+
+
+def test_a_receipt_of_another_step_is_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    upload(store, place(), stage(tmp_path, SMALL))
+    moved(store, place().receipt_key, place(checkpoint=checkpoint_id(step=3)).receipt_key)
+    with pytest.raises(FormatError, match="of g00000001-s0000000002"):
+        read_receipts(store, checkpoint_id(step=3))
+
+
+def test_an_index_under_another_ones_key_is_refused(tmp_path: Path) -> None:
+    """A copied folder is not a checkpoint of the generation and step that its name says."""
+    store = MemoryStore()
+    checkpoint = upload_all(store, tmp_path, SMALL)
+    commit(store, checkpoint)
+    other = CheckpointId(generation=2, step=9)
+    moved(store, fmt.index_key(checkpoint), fmt.index_key(other))
+    with pytest.raises(FormatError, match="is the index of generation 1, step 2"):
+        read_index(store, other)
+
+
+def test_receipts_of_an_unknown_version_are_named(tmp_path: Path) -> None:
+    store = MemoryStore()
+    checkpoint = upload_all(store, tmp_path, SMALL)
+    fields: dict[str, Any] = json.loads(store.read(place().receipt_key))
+    replace(store, place().receipt_key, fmt.canonical_json({**fields, "version": 2}))
+    with pytest.raises(VersionError, match="version 2"):
+        commit(store, checkpoint)
+
+
+def test_records_of_an_absurd_size_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fmt, "RECORD_BYTES_MAX", 100)
+    store = CountingStore(MemoryStore())
+    checkpoint = upload_all(store, tmp_path, SMALL)
+    store.create(fmt.index_key(checkpoint), [b" " * 101])
+    store.reads.clear()
+    with pytest.raises(FormatError, match="larger than 100 bytes"):
+        read_index(store, checkpoint)
+    with pytest.raises(FormatError, match="larger than 100 bytes"):
+        read_receipts(store, checkpoint)
+    assert store.reads == []
+
+
+def test_a_damaged_index_is_not_taken_for_a_decision(tmp_path: Path) -> None:
+    store = MemoryStore()
+    checkpoint = upload_all(store, tmp_path, SMALL)
+    store.create(fmt.index_key(checkpoint), [b'{"version":1,"state":"comm'])
+    with pytest.raises(FormatError):
+        commit(store, checkpoint)
+    with pytest.raises(FormatError):
+        abandon(store, checkpoint, "why")
+
+
+def test_the_steps_of_the_module_are_in_the_order_that_it_promises(tmp_path: Path) -> None:
+    """F19, F35: shard, then receipt, then index; an observer of the store never sees a later one first."""
+    order: list[str] = []
+
+    class Watched(MemoryStore):
+        def create(self, key: str, pieces: Iterable[Piece]) -> None:
+            super().create(key, pieces)
+            order.append(key.rpartition("/")[2])
+
+    store = Watched()
+    commit(store, upload_all(store, tmp_path, SMALL, world_size=2))
+    assert order == [
+        "shard-00000-of-00002.safetensors",
+        "shard-00000-of-00002.json",
+        "shard-00001-of-00002.safetensors",
+        "shard-00001-of-00002.json",
+        "index.json",
+    ]
+    assert saving.METADATA_KEY == "orchestrator"

@@ -1,0 +1,123 @@
+"""The local scheduler with agents that only sleep: nodes come, go, are given back, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.schedulers.local import LocalScheduler, start_ticks
+
+SLEEPER = (sys.executable, "-S", "-c", "import sys, time; sys.stdin.read(); time.sleep(60)")
+
+
+class Scene:
+    """A scheduler, and what it said."""
+
+    def __init__(self, folder: Path, command: tuple[str, ...] = SLEEPER, replacement_seconds: float = 0.0) -> None:
+        self.lost: list[tuple[str, str]] = []
+        self.state_file = folder / "nodes.json"
+        self.staging = folder / "staging"
+        self.scheduler = LocalScheduler(
+            settings_of=lambda node, url, token, staging: json.dumps({"node": node, "token": token}),
+            staging=self.staging,
+            state_file=self.state_file,
+            replacement_seconds=replacement_seconds,
+            agent_command=command,
+        )
+
+    async def start(self) -> None:
+        await self.scheduler.start(
+            "http://127.0.0.1:1", "secret", lambda node, reason: self.lost.append((node, reason))
+        )
+
+    def pids(self) -> list[int]:
+        return [info.pid or 0 for info in self.scheduler.nodes()]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    """Two sleeping nodes."""
+    scene = Scene(tmp_path)
+    await scene.start()
+    scene.scheduler.request(2)
+    await until(lambda: len(scene.pids()) == 2)
+    yield scene
+    for pid in scene.pids():
+        os.kill(pid, signal.SIGKILL)
+    await scene.scheduler.stop()
+
+
+async def test_a_killed_agent_is_a_lost_node(scene: Scene) -> None:
+    (scene.staging / "node-0").mkdir(parents=True)
+    os.kill(scene.pids()[0], signal.SIGKILL)
+    await until(lambda: bool(scene.lost))
+    assert scene.lost == [("node-0", "its agent was killed by signal 9")]
+    assert not (scene.staging / "node-0").exists(), "its memory is gone with it"
+    assert [info.node for info in scene.scheduler.nodes()] == ["node-1"]
+
+
+async def test_a_node_that_was_given_back_is_not_lost(scene: Scene) -> None:
+    first = scene.pids()[0]
+    scene.scheduler.release("node-0")
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: len(scene.pids()) == 1)
+    assert scene.lost == []
+
+
+async def test_losing_a_node_takes_its_processes(scene: Scene) -> None:
+    pid = scene.pids()[1]
+    scene.scheduler.lose("node-1", 0)
+    await until(lambda: bool(scene.lost))
+    assert start_ticks(pid) is None
+
+
+async def test_names_are_never_used_twice(scene: Scene) -> None:
+    scene.scheduler.lose("node-1", 0)
+    await until(lambda: bool(scene.lost))
+    scene.scheduler.request(1)
+    await until(lambda: len(scene.pids()) == 2)
+    assert [info.node for info in scene.scheduler.nodes()] == ["node-0", "node-2"]
+
+
+async def test_what_a_dead_supervisor_left_is_ended(scene: Scene, tmp_path: Path) -> None:
+    """The next start ends the old nodes, by pid and start time, and goes on with new names."""
+    old = scene.pids()
+    (scene.staging / "node-1").mkdir(parents=True)
+    successor = Scene(tmp_path)
+    await successor.start()
+    await until(lambda: len(scene.lost) == 2)
+    assert [start_ticks(pid) for pid in old] == [None, None]
+    assert not (scene.staging / "node-1").exists()
+    successor.scheduler.request(1)
+    await until(lambda: len(successor.pids()) == 1)
+    assert [info.node for info in successor.scheduler.nodes()] == ["node-2"]
+    os.kill(successor.pids()[0], signal.SIGKILL)
+    await successor.scheduler.stop()
+
+
+async def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
+    """Another program has the pid of a node of long ago: its start time differs."""
+    scene = Scene(tmp_path)
+    me = {"number": 4, "pid": os.getpid(), "start_ticks": 1, "staging": str(tmp_path / "none")}
+    scene.state_file.write_text(json.dumps([me]))
+    await scene.start()
+    assert scene.lost == []
+
+
+async def test_the_token_is_not_on_the_command_line(scene: Scene) -> None:
+    for pid in scene.pids():
+        assert b"secret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()

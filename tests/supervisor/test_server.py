@@ -1,0 +1,144 @@
+"""The supervisor's port: the token, the verbs, the metrics, and agents that are not wanted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from orchestrator.clock import SystemClock
+from orchestrator.core.messages import Prepare
+from orchestrator.core.states import JobSpec
+from orchestrator.errors import ConfigError
+from orchestrator.schedulers.base import NodeInfo, OnLost
+from orchestrator.supervisor.loop import Supervisor
+from orchestrator.telemetry import EventLog, EventRecord
+
+TOKEN = "a-token-for-this-test"
+
+
+class NoNodes:
+    """A scheduler that has one node in its list and starts nothing."""
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self.losing: list[tuple[str, float]] = []
+        self.on_lost: OnLost = lambda node, reason: None
+
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
+        self.on_lost = on_lost
+
+    def request(self, count: int) -> None:
+        self.requested += count
+
+    def release(self, node: str) -> None:
+        raise AssertionError(node)
+
+    def lose(self, node: str, after_seconds: float) -> None:
+        if after_seconds == 13:
+            raise ConfigError("this one cannot be taken away")
+        self.losing.append((node, after_seconds))
+
+    def nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(node="node-0", pid=1)]
+
+    async def stop(self) -> None:
+        return
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    """A supervisor whose port is open; its loop does not run."""
+    spec = JobSpec(name="small", nodes_min=1, nodes_max=1, workers_per_node=1, save_every_steps=10)
+    instance = Supervisor(spec, NoNodes(), SystemClock(), EventLog(), TOKEN)
+    await instance.server.start()
+    yield instance
+    await instance.server.stop()
+
+
+@pytest.fixture
+async def client(supervisor: Supervisor) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client that has the token."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession(supervisor.server.url, headers=headers) as session:
+        yield session
+
+
+@pytest.mark.parametrize("path", ["/status", "/metrics", "/agent"])
+@pytest.mark.parametrize("header", [None, "Bearer wrong", TOKEN, "Bearer "])
+async def test_nothing_without_the_token(supervisor: Supervisor, path: str, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    async with aiohttp.ClientSession(supervisor.server.url, headers=headers) as session:
+        async with session.get(path) as answer:
+            assert answer.status == 401
+            assert TOKEN not in await answer.text()
+
+
+async def test_the_port_is_on_loopback(supervisor: Supervisor) -> None:
+    assert supervisor.server.url.startswith("http://127.0.0.1:")
+
+
+async def test_status(client: aiohttp.ClientSession) -> None:
+    async with client.get("/status") as answer:
+        body = await answer.json()
+    assert (body["job"], body["phase"], body["newest_committed"]) == ("small", "gathering", None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"request": "explode"},
+        {"request": "resize"},
+        {"request": "resize", "nodes": 0},
+        {"request": "resize", "nodes": 5000},
+        {"request": "drain", "nodes": 2},
+        {},
+        [],
+        "drain",
+    ],
+)
+async def test_bad_requests_change_nothing(client: aiohttp.ClientSession, supervisor: Supervisor, body: object) -> None:
+    async with client.post("/requests", json=body) as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]
+    assert supervisor.pending_events == 0
+
+
+async def test_requests_are_taken(client: aiohttp.ClientSession, supervisor: Supervisor) -> None:
+    async with client.post("/requests", json={"request": "resize", "nodes": 2, "by": "me"}) as answer:
+        assert answer.status == 200
+    assert supervisor.pending_events == 1
+
+
+@pytest.mark.parametrize(
+    "body", [{"node": "nobody", "seconds": 3}, {"node": "node-0", "seconds": -1}, {"node": "node-0", "seconds": 13}, {}]
+)
+async def test_bad_notices(client: aiohttp.ClientSession, supervisor: Supervisor, body: object) -> None:
+    async with client.post("/notices", json=body) as answer:
+        assert answer.status == 400
+    assert supervisor.pending_events == 0
+
+
+async def test_a_save_that_failed_is_a_metric(client: aiohttp.ClientSession, supervisor: Supervisor) -> None:
+    """F76: the failure is counted where an alarm can see it."""
+    record = EventRecord(wall_seconds=0, monotonic_seconds=0, job="small", kind="save failed", reason="no space")
+    supervisor.server.count(record)
+    async with client.get("/metrics") as answer:
+        text = await answer.text()
+    assert 'orchestrator_events_total{job="small",kind="save failed"} 1.0' in text
+
+
+async def test_an_agent_of_another_supervisor_is_refused(client: aiohttp.ClientSession) -> None:
+    """Its earlier messages are unknown here: it belongs to a run that is over."""
+    async with client.ws_connect("/agent") as socket:
+        await socket.send_json({"node": "node-7", "received": 12})
+        assert "refused" in await socket.receive_json()
+
+
+async def test_a_lost_node_is_not_let_in_again(client: aiohttp.ClientSession, supervisor: Supervisor) -> None:
+    supervisor.server.send("node-0", Prepare(node="node-0", generation=1, ballot=1, step=1))
+    supervisor.server.forget("node-0")
+    async with client.ws_connect("/agent") as socket:
+        await socket.send_json({"node": "node-0", "received": 0})
+        assert "refused" in await socket.receive_json()
