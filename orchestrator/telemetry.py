@@ -7,11 +7,13 @@ kept by `supervisor.server` from the same records.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+LINE_CHARACTERS_MAX = 2000
 Value = str | int | float | bool | None
 
 
@@ -46,10 +48,17 @@ class EventRecord:
             )
             if part
         )
-        return f"{self.monotonic_seconds - start_seconds:8.2f} s  {self.kind:<18} {where:<22} {self.reason}"
+        since = self.monotonic_seconds - start_seconds
+        return f"{since:8.2f} s  {self.kind:<18} {where:<22} {one_line(self.reason)}"
 
 
 Sink = Callable[[EventRecord], None]
+
+
+def one_line(text: str) -> str:
+    """Text from outside (a worker's last words, a name in a store) as one line that cannot steer a terminal."""
+    short = text if len(text) <= LINE_CHARACTERS_MAX else text[:LINE_CHARACTERS_MAX] + "…"
+    return "".join(character if character.isprintable() else " " for character in short)
 
 
 class EventLog:
@@ -65,11 +74,18 @@ class EventLog:
 
 
 def json_lines_sink(path: Path) -> Sink:
-    """Append each record as one JSON line; each line is flushed, so a crash loses none."""
+    """Append each record as one JSON line, flushed, so a crash loses none. A full disk ends the file, not the job."""
     stream = path.open("a", encoding="utf-8", buffering=1)
+    broken = False
 
     def write(record: EventRecord) -> None:
-        stream.write(json.dumps(record.as_dict(), separators=(",", ":")) + "\n")
+        nonlocal broken
+        try:
+            if not broken:
+                stream.write(json.dumps(record.as_dict(), separators=(",", ":")) + "\n")
+        except OSError as error:
+            broken = True
+            sys.stderr.write(f"{path}: {error.strerror}; events are not written there any more\n")
 
     return write
 

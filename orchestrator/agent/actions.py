@@ -38,19 +38,16 @@ class StoreActions:
         self._settings = settings
         self._store = store
         self._clock = clock
+        self._who = generations.Claimant(
+            job=settings.job, owner=settings.owner, claimant=settings.claimant, take_over=settings.take_over
+        )
 
     async def open_generation(self, action: OpenGeneration) -> GenerationOpened | GenerationRefused:
         """Claim, roll forward, write the base; also choose the port at which the workers will meet."""
-        who = generations.Claimant(
-            job=self._settings.job,
-            owner=self._settings.owner,
-            claimant=self._settings.claimant,
-            take_over=self._settings.take_over,
-        )
         node = self._settings.node
         try:
             opened = await asyncio.to_thread(
-                generations.open_generation, self._store, who, action.own, action.avoid, self._clock.wall()
+                generations.open_generation, self._store, self._who, action.own, action.avoid, self._clock.wall()
             )
         except FencedError as error:
             return GenerationRefused(node=node, refusal=Refusal.FENCED, reason=str(error))
@@ -66,8 +63,8 @@ class StoreActions:
             node=node,
             generation=opened.generation,
             base=opened.base,
-            master_address=self._settings.address,
-            master_port=free_port(self._settings.address),
+            meeting_address=self._settings.address,
+            meeting_port=free_port(self._settings.address),
             rolled_forward=len(opened.rolled_forward),
             skipped=opened.skipped,
         )
@@ -96,12 +93,7 @@ class StoreActions:
         """Write the end record."""
         try:
             await asyncio.to_thread(
-                generations.record_end,
-                self._store,
-                action.generation,
-                action.outcome,
-                action.reason,
-                self._clock.wall(),
+                generations.record_end, self._store, self._who, action.outcome, action.reason, self._clock.wall()
             )
         except (StoreError, FormatError) as error:
             return EndRecorded(node=self._settings.node, reason=str(error))

@@ -56,10 +56,14 @@ class SupervisorClient:
         url = f"{self._settings.supervisor_url}/agent"
         async with session.ws_connect(url, heartbeat=10, max_msg_size=FRAME_BYTES_MAX) as socket:
             await socket.send_json({"node": self._settings.node, "received": self._channel.received})
-            welcome = json.loads(await socket.receive_str(timeout=10))
-            if "refused" in welcome:
-                return str(welcome["refused"])
-            self._channel.reconnect(int(welcome["received"]))
+            try:
+                welcome = json.loads(await socket.receive_str(timeout=10))
+                if "refused" in welcome:
+                    return str(welcome["refused"])
+                received = int(welcome["received"])
+            except (TypeError, ValueError, KeyError):  # closed in the middle of the greeting, or not a supervisor
+                return None
+            self._channel.reconnect(received)
             sender = asyncio.create_task(send_frames(self._channel, socket))
             try:
                 async for frame in socket:

@@ -23,6 +23,7 @@ from orchestrator.core.messages import (
     Echoed,
     Event,
     LaunchWorkers,
+    NoticeKind,
     NoticeReceived,
     Passed,
     Prepare,
@@ -88,6 +89,7 @@ class LocalGang:
             objects_url=objects_url,
             token=objects_token,
             attached=self.settings.attach_folder is not None,
+            agent_pid=os.getpid(),
         ).write(worker.launch_path)
         return worker
 
@@ -104,8 +106,8 @@ class LocalGang:
                 "GROUP_WORLD_SIZE": action.world_size // action.count,
                 "ROLE_RANK": worker.rank,
                 "ROLE_WORLD_SIZE": action.world_size,
-                "MASTER_ADDR": action.master_address,
-                "MASTER_PORT": action.master_port,
+                "MASTER_ADDR": action.meeting_address,
+                "MASTER_PORT": action.meeting_port,
                 "TORCHELASTIC_RUN_ID": self.settings.job,
                 "TORCHELASTIC_RESTART_COUNT": action.generation - 1,
                 "ORCHESTRATOR_JOB": self.settings.job,
@@ -116,7 +118,7 @@ class LocalGang:
             defaults = (
                 {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} if action.count > 1 else {"PYTHONUNBUFFERED": "1"}
             )
-            if action.master_address == "127.0.0.1":
+            if action.meeting_address == "127.0.0.1":
                 defaults["GLOO_SOCKET_IFNAME"] = "lo"
             processes.launch(worker, self.settings.command, {**defaults, **environment, **strings}, on_exit)
 
@@ -209,7 +211,7 @@ class LocalGang:
             yield NoticeReceived(
                 node=node,
                 source=f"{name} to rank {worker.rank}",
-                kind="preempt",
+                kind=NoticeKind.PREEMPT,
                 remaining_seconds=self.settings.grace_seconds,
                 notice_id=f"signal-{self.generation}-{worker.rank}-{control.signal}",
             )
@@ -258,6 +260,20 @@ class LocalGang:
         new = worker.news("step", step + 1)
         if worker.news("free", free + 1) or new:
             yield RankProgress(rank=worker.rank, step=step, step_seconds=control.step_seconds, free_slots=free)
+
+    def forget_progress(self) -> None:
+        """Report every rank's step again at the next look."""
+        for worker in self.workers:
+            worker.reported.pop("step", None)
+
+    def holds(self, worker: Worker, index: int, step: int) -> Callable[[], bool]:
+        """A question for later: is the step still staged in this slot?"""
+
+        def ask() -> bool:
+            slot = worker.control.slot(index)
+            return slot.state is SlotState.STAGED and (slot.generation, slot.step) == (self.generation, step)
+
+        return ask
 
     def exit_event(self, worker: Worker) -> RankExited:
         """What is known of a worker that is gone."""

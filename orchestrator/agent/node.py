@@ -13,7 +13,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +41,34 @@ from orchestrator.core.messages import (
     Event,
     LaunchWorkers,
     NodeJoined,
+    NoticeKind,
     NoticeReceived,
     OpenGeneration,
     Prepare,
+    Progress,
+    RankExited,
     RecordEnd,
     Settled,
     Staged,
     Upload,
     Uploaded,
     UploadFailed,
+    Verdict,
 )
-from orchestrator.errors import ConfigError, FormatError, ProtocolError, StoreError
+from orchestrator.errors import FormatError, ProtocolError, StoreError
+from orchestrator.preemption.process import NOTICE_SIGNALS
 from orchestrator.storage.base import ObjectStore
 
 LOOK_SECONDS_BUSY = 0.005
 LOOK_SECONDS_IDLE = 0.05
 EXIT_WAIT_SECONDS = 5.0
 ADOPT_WAIT_SECONDS = 60.0
+PROGRESS_BACKLOG_MAX = 200
+"""Messages that may wait for the supervisor before progress is held back (everything else is kept)."""
 DISMISSED = "dismissed by the supervisor"
+
+
+GangAction = LaunchWorkers | Prepare | Decide | EndWorkers | Upload | Settled
 
 
 class Agent:
@@ -77,6 +87,7 @@ class Agent:
         self._objects_url = ""
         self._wanted: dict[int, Upload] = {}
         self._settled: dict[int, bool] = {}
+        self._gang_actions: asyncio.Queue[GangAction] = asyncio.Queue()
         self._echo = settings.echo_output
         self._over = asyncio.Event()
         self._failed = False
@@ -86,22 +97,23 @@ class Agent:
         """Serve until dismissed; returns why it ended."""
         self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
         runner = await self._serve_objects()
-        self._post(NodeJoined(node=self._settings.node, workers=self._settings.workers, address=self._settings.address))
+        self._post(NodeJoined(node=self._settings.node, workers=self._settings.workers))
         if handle_signals:
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            for number in NOTICE_SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         client = asyncio.create_task(self._client.run())
         looking = asyncio.create_task(self._look_for_ever())
+        obeying = asyncio.create_task(self._obey_for_ever())
         over = asyncio.create_task(self._over.wait())
         try:
-            done, _ = await asyncio.wait({client, looking, over}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({client, looking, obeying, over}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {over}:
                 task.result()  # a failure of ours is raised here, never swallowed
             if self._failed:
                 raise ProtocolError(f"the agent of {self._settings.node} failed; the line before says how")
             return client.result() if client in done else DISMISSED
         finally:
-            await self._end(client, looking, over, runner)
+            await self._end(client, looking, obeying, over, runner)
 
     async def _end(self, client: asyncio.Task[str], *others: Any) -> None:
         *tasks, runner = others
@@ -149,7 +161,7 @@ class Agent:
             NoticeReceived(
                 node=self._settings.node,
                 source=f"{signal.Signals(number).name} to the agent",
-                kind="preempt",
+                kind=NoticeKind.PREEMPT,
                 remaining_seconds=self._settings.grace_seconds,
                 notice_id=f"signal-{number}",
             )
@@ -179,6 +191,9 @@ class Agent:
         if gang is None:
             return
         for event in gang.observe():
+            if isinstance(event, Progress) and self._channel.backlog > PROGRESS_BACKLOG_MAX:
+                gang.forget_progress()  # the supervisor is away: it gets the newest steps when it is back
+                continue
             self._post(event)
             if isinstance(event, Staged):
                 self._start_uploads(gang, event.step)
@@ -219,12 +234,19 @@ class Agent:
                 self._spawn(self._report(self._actions.abandon(action)))
             case RecordEnd():
                 self._spawn(self._report(self._actions.record_end(action)))
-            case LaunchWorkers():
-                self._spawn(self._launch(action))
-            case Prepare() | Decide() | EndWorkers() | Upload() | Settled():
-                self._on_gang_action(action)
+            case LaunchWorkers() | Prepare() | Decide() | EndWorkers() | Upload() | Settled():
+                self._gang_actions.put_nowait(action)
             case _:
                 sys.stderr.write(f"agent {self._settings.node}: ignored {type(action).__name__}\n")
+
+    async def _obey_for_ever(self) -> None:
+        """Actions that concern the gang, strictly one after another: a launch waits for the old workers' exits."""
+        while True:
+            action = await self._gang_actions.get()
+            if isinstance(action, LaunchWorkers):
+                await self._launch(action)
+            else:
+                self._on_gang_action(action)
 
     def _on_gang_action(self, action: Prepare | Decide | EndWorkers | Upload | Settled) -> None:
         """Actions of any other generation than the present one are ignored."""
@@ -240,6 +262,7 @@ class Agent:
             case EndWorkers():
                 gang.end()
             case Upload():
+                self._wanted = {step: old for step, old in self._wanted.items() if step not in self._settled}
                 self._wanted[action.step] = action
                 self._start_uploads(gang, action.step)
             case Settled():
@@ -269,12 +292,25 @@ class Agent:
         until = self._clock.monotonic() + ADOPT_WAIT_SECONDS
         for worker in gang.workers:
             pid_path = folder / f"worker-{worker.rank:05d}.pid"
-            while not pid_path.exists():
-                if self._clock.monotonic() > until:
-                    raise ConfigError(f"rank {worker.rank} did not call attach within {ADOPT_WAIT_SECONDS:.0f} s")
+            while not pid_path.exists() and self._clock.monotonic() < until:
                 await asyncio.sleep(0.02)
+            if not pid_path.exists():
+                self._post(self._never_came(gang, worker))
+                return
             processes.adopt(worker, int(pid_path.read_text()), self._on_worker_exit)
             Launch.read(worker.launch_path).write(folder / f"launch-{worker.rank:05d}.json")
+
+    def _never_came(self, gang: LocalGang, worker: Worker) -> RankExited:
+        return RankExited(
+            node=self._settings.node,
+            generation=gang.generation,
+            rank=worker.rank,
+            exit_code=None,
+            attached=False,
+            verdict=Verdict.NONE,
+            ended_by_us=False,
+            evidence=f"it did not call orchestrator.attach() within {ADOPT_WAIT_SECONDS:.0f} s",
+        )
 
     async def _end_gang(self, gang: LocalGang) -> None:
         gang.end()
@@ -308,13 +344,15 @@ class Agent:
                     world_size=action.world_size,
                     absent=action.absent,
                 )
-                self._spawn(self._upload(place, worker.slot_paths[index], size_bytes))
+                still_there = gang.holds(worker, index, step)
+                upload = self._uploads.start(place, worker.slot_paths[index], size_bytes, still_there)
+                self._spawn(self._report_upload(place, size_bytes, upload))
 
-    async def _upload(self, place: ShardPlace, path: Path, size_bytes: int) -> None:
+    async def _report_upload(self, place: ShardPlace, size_bytes: int, upload: Awaitable[float]) -> None:
         node = self._settings.node
         generation, step = place.checkpoint.generation, place.checkpoint.step
         try:
-            seconds = await self._uploads.upload(place, path, size_bytes)
+            seconds = await upload
         except (StoreError, FormatError, OSError) as error:
             failed = UploadFailed(node=node, generation=generation, step=step, rank=place.rank, reason=str(error))
             self._post(failed)

@@ -10,10 +10,12 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orchestrator.checkpoint.save import ShardPlace, upload_shard
+from orchestrator.errors import StoreError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 
@@ -32,22 +34,33 @@ class Uploads:
         """Whether an upload still reads this slot."""
         return path in self._reading
 
-    async def upload(self, place: ShardPlace, path: Path, size_bytes: int) -> float:
-        """Upload one staged shard and write its receipt; seconds taken. Raises StoreError, FormatError."""
-        self._reading.add(path)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._upload, place, path, size_bytes)
-        finally:
-            self._reading.discard(path)
+    def start(
+        self, place: ShardPlace, path: Path, size_bytes: int, still_there: Callable[[], bool]
+    ) -> asyncio.Future[float]:
+        """Begin to upload one staged shard and write its receipt; the result is the seconds that it took.
 
-    def _upload(self, place: ShardPlace, path: Path, size_bytes: int) -> float:
+        From now until the end the slot counts as being read. The future raises StoreError, FormatError, OSError.
+        """
+        self._reading.add(path)
+        loop = asyncio.get_running_loop()
+        upload = loop.run_in_executor(self._pool, self._upload, place, path, size_bytes, still_there)
+        upload.add_done_callback(lambda _: self._reading.discard(path))
+        return upload
+
+    def _upload(self, place: ShardPlace, path: Path, size_bytes: int, still_there: Callable[[], bool]) -> float:
         where = {"rank": place.rank, "step": place.checkpoint.step}
         reached("before-shard-upload", **where)
         started = time.monotonic()
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
-        # Never closed by hand: after a failure the traceback still holds views of it. It goes with the last of them.
-        upload_shard(self._store, place, memoryview(memory), lambda: reached("after-shard-upload", **where))
+
+        def before_receipt() -> None:
+            reached("after-shard-upload", **where)
+            if not still_there():
+                raise StoreError(place.shard_key, "its slot was used again while it was read: no receipt is written")
+
+        # The memory is never closed by hand: after a failure the traceback still holds views of it.
+        upload_shard(self._store, place, memoryview(memory), before_receipt)
         reached("after-receipt", **where)
         return time.monotonic() - started
 

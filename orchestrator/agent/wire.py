@@ -60,6 +60,11 @@ class Channel:
         """Number of the last message taken in."""
         return self._received
 
+    @property
+    def backlog(self) -> int:
+        """Messages that the peer has not acknowledged."""
+        return len(self._unacknowledged)
+
     def post(self, message: Any) -> None:
         """Queue a message for the other side."""
         self._post_frame(encode(message))

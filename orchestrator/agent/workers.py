@@ -19,6 +19,7 @@ from orchestrator.agent import exec_worker
 from orchestrator.checkpoint.slots import ControlBlock
 
 EVIDENCE_BYTES = 16384
+OUTPUT_BYTES = 1 << 20  # copied at most at a time
 
 
 @dataclass(kw_only=True)
@@ -83,6 +84,7 @@ def _gone(worker: Worker, on_exit: Callable[[Worker], None]) -> None:
     os.close(worker.pidfd)
     worker.pidfd = -1
     if worker.process is not None:
+        _kill_group(worker)  # what it started; not waited for yet, so the number is still this worker's
         worker.exit_code = worker.process.wait()
     worker.exited = True
     on_exit(worker)
@@ -95,6 +97,10 @@ def end(worker: Worker) -> None:
     worker.ended_by_us = True
     if worker.pidfd >= 0:
         signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+    _kill_group(worker)
+
+
+def _kill_group(worker: Worker) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
 
@@ -113,13 +119,15 @@ def evidence(worker: Worker) -> str:
 
 
 def new_output(worker: Worker) -> str:
-    """Whole lines that the worker has printed since the last call."""
+    """Whole lines (a progress bar's count, too) that the worker has printed since the last call."""
     if worker.log_path is None:
         return ""
     with contextlib.suppress(FileNotFoundError), worker.log_path.open("rb") as log:
         log.seek(worker.log_position)
-        data = log.read(1 << 20)
-        cut = data.rfind(b"\n") + 1
+        data = log.read(OUTPUT_BYTES)
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if cut == 0 and len(data) == OUTPUT_BYTES:
+            cut = len(data)
         worker.log_position += cut
         return data[:cut].decode(errors="replace")
     return ""

@@ -6,6 +6,7 @@ only a starting process may claim the highest + 1, and only under the same owner
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -191,12 +192,17 @@ def read_end(store: ObjectStore, generation: int) -> fmt.EndRecord | None:
         return None
 
 
-def record_end(store: ObjectStore, generation: int, outcome: Outcome, reason: str, wall_seconds: float) -> None:
-    """Write the end record; if one is there already, it stands."""
+def record_end(store: ObjectStore, who: Claimant, outcome: Outcome, reason: str, wall_seconds: float) -> None:
+    """Write the end record of the highest generation that this very supervisor process has claimed, if it has any.
+
+    That may be one more than it knows of, if the answer to its last claim was lost. A record that is there stands.
+    """
+    claimed = [number for number, record in read_generations(store).items() if record.claimant == who.claimant]
+    if not claimed:
+        return
+    generation = max(claimed)
     record = fmt.EndRecord(
         version=fmt.FORMAT_VERSION, generation=generation, outcome=outcome, reason=reason, wall_seconds=wall_seconds
     )
-    try:
+    with contextlib.suppress(AlreadyExistsError):
         store.create(fmt.end_key(generation), [fmt.dump(record)])
-    except AlreadyExistsError:
-        return

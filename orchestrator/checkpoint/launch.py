@@ -1,6 +1,6 @@
 """What an agent tells a worker at its start: one small JSON file (0600), named by ORCHESTRATOR_LAUNCH.
 
-Written by `agent.launching`, read by `training.session`. No torch.
+Written by `agent.gang`, read by `training.session`. No torch.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Launch(BaseModel):
     objects_url: str
     token: str
     attached: bool
+    agent_pid: int
     decision_wait_seconds: float = 10.0
     """How long a worker waits at a proposed step for the decision before it goes on without staging."""
     slot_wait_seconds: float = 60.0

@@ -20,7 +20,6 @@ class Proposal:
 
     ballot: int
     step: int
-    since_seconds: float
     echoes: frozenset[int] = frozenset()
     refused_by: int | None = None
 

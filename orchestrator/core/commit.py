@@ -37,6 +37,8 @@ class Save:
     size_bytes: int = 0
     committer: str | None = None
     attempts: int = 1
+    retry_at_seconds: float = 0.0
+    """No index is written before: the last attempt failed."""
 
     @property
     def required(self) -> frozenset[int]:
@@ -62,7 +64,7 @@ def staging_over(save: Save, *, gone: frozenset[int], now_seconds: float) -> boo
 
 def committable(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
     """Whether the index may and should be written now: all required receipts, and no other worth waiting for."""
-    if not save.required <= save.durable:
+    if not save.required <= save.durable or now_seconds < save.retry_at_seconds:
         return False
     still_coming = save.staged - save.durable - save.given_up - gone
     return not still_coming or _overdue(save, now_seconds)

@@ -20,6 +20,7 @@ from orchestrator.core.policy import after_exits, describe_exit
 from orchestrator.core.states import Ending, Leave, Phase, Trigger, Turn
 from orchestrator.errors import ExitCode
 
+STEPS_TO_REACH_MAX = 10  # steps' time that a rank may take to the agreed step, beside the fixed limit
 ACTIVE = (Phase.STARTING, Phase.RUNNING, Phase.LEAVING)
 
 
@@ -71,6 +72,7 @@ def on_node_lost(turn: Turn, event: NodeLost) -> None:
         in_gang = job.gang is not None and event.node in job.gang.nodes
         if not in_gang:
             turn.set(nodes_requested=max(0, job.nodes_requested - 1))
+            turn.note("node lost", f"{event.reason}, before it joined", node=event.node)
             return
     member = job.gang is not None and event.node in job.gang.nodes and event.node not in job.lost_in_gang
     announced = event.node in job.nodes and job.nodes[event.node].going
@@ -99,23 +101,26 @@ def _left_without(turn: Turn, node: str) -> bool:
 
 
 def limit_leaving(turn: Turn) -> None:
-    """A part of the gang is gone, and the others do not get to the agreed step without it: they hang, or will."""
+    """Not all ranks get to the agreed step: a part of the gang is gone and the others hang, or one hangs by itself."""
     job, save = turn.job, turn.leaving_save()
-    if job.lost_at_seconds is None or save is None or save.complete:
+    if save is None or save.complete:
         return
-    if turn.now - job.lost_at_seconds > job.spec.leave_seconds:
+    if job.lost_at_seconds is not None and turn.now - job.lost_at_seconds > job.spec.leave_seconds:
         break_gang(turn, f"step {save.id.step} was not staged within {job.spec.leave_seconds:.0f} s of a loss")
+        return
+    limit_seconds = job.spec.reach_seconds + STEPS_TO_REACH_MAX * job.step_seconds
+    if turn.now - job.since_seconds > limit_seconds:
+        late = sorted(save.required - save.staged)
+        break_gang(turn, f"ranks {late} did not stage step {save.id.step} within {limit_seconds:.0f} s")
 
 
 def on_requested(turn: Turn, event: Requested) -> None:
-    """A person asked to save, drain, resize or cancel."""
+    """A person asked to drain, resize or cancel."""
     job = turn.job
     if job.phase in (Phase.ENDING, Phase.ENDED):
         return
     turn.note("requested", f"{event.request} by {event.by}" + (f", {event.nodes} nodes" if event.nodes else ""))
     match event.request:
-        case Request.SAVE:
-            turn.set(save_asked=True)
         case Request.DRAIN:
             reason = f"drained by {event.by}"
             if job.ending is None:
@@ -159,7 +164,7 @@ def leave_gang(turn: Turn, reason: str) -> None:
 
 
 def _end_workers(turn: Turn, reason: str, trigger: Trigger) -> None:
-    turn.set(broken_reason=reason, proposal=None)
+    turn.set(proposal=None)
     turn.go(trigger)
     assert turn.job.gang is not None
     if not turn.job.spec.attached:
@@ -226,6 +231,7 @@ def _judge(turn: Turn) -> None:
     if job.base is not None and any(event.verdict is Verdict.UNREADABLE for event in own_exits):
         turn.set(avoid=(*job.avoid, job.base))
     if job.lost_in_gang and not refused:
+        _judge_loss(turn)
         return
     verdict = after_exits(
         exits,
@@ -241,6 +247,23 @@ def _judge(turn: Turn) -> None:
         turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=verdict_reason))
     elif not verdict.restart and job.ending is None:
         turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=verdict.exit_code, reason=verdict.reason))
+
+
+def _judge_loss(turn: Turn) -> None:
+    """Nodes went without a word. That is no failure of the job, but it may not go on for ever without any progress."""
+    job = turn.job
+    if job.ending is not None:
+        return
+    lost = ", ".join(job.lost_in_gang)
+    if job.spec.attached:
+        reason = f"the agent of the attached script has ended ({lost})"
+        turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=reason))
+        return
+    fruitless = job.fruitless + 1
+    turn.set(fruitless=fruitless)
+    if fruitless > job.spec.fruitless_max:
+        reason = f"{fruitless} generations in a row lost nodes before they committed anything, at last {lost}"
+        turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.NEVER_RESTART), reason=reason))
 
 
 def _last_step_is_lost(turn: Turn) -> bool:
@@ -273,8 +296,8 @@ def _run_last_steps_again(turn: Turn) -> None:
 
 
 def conclude(turn: Turn) -> None:
-    """End from GATHERING: with an end record if a generation of ours exists and somebody can write it."""
-    if turn.job.own is not None and turn.job.nodes:
+    """End from GATHERING: with an end record if a generation of ours may exist and somebody can write it."""
+    if turn.job.opener is not None and turn.job.nodes:
         turn.go(Trigger.CONCLUDED)
         record(turn)
         return
@@ -288,12 +311,12 @@ def record(turn: Turn) -> None:
     job = turn.job
     assert job.ending is not None
     node = next((name for name, state in job.nodes.items() if not state.going), next(iter(job.nodes), None))
-    if node is None or job.own is None:
+    if node is None:
         turn.go(Trigger.RECORDED)
         finish(turn, job.ending.exit_code, job.ending.reason)
         return
     turn.set(opener=node)
-    turn.do(RecordEnd(node=node, generation=job.own, outcome=job.ending.outcome, reason=job.ending.reason))
+    turn.do(RecordEnd(node=node, outcome=job.ending.outcome, reason=job.ending.reason))
 
 
 def limit_recording(turn: Turn) -> None:

@@ -9,6 +9,7 @@ from orchestrator.core.messages import (
     GenerationRefused,
     LaunchWorkers,
     NodeJoined,
+    NoticeKind,
     NoticeReceived,
     OpenGeneration,
     Outcome,
@@ -28,7 +29,7 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     if event.node in job.nodes:
         return
     turn.set(
-        nodes={**job.nodes, event.node: Node(name=event.node, workers=event.workers)},
+        nodes={**job.nodes, event.node: Node(name=event.node)},
         nodes_requested=max(0, job.nodes_requested - 1),
     )
     turn.note("node joined", f"{event.workers} workers can run there", node=event.node)
@@ -39,12 +40,12 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
     node = turn.job.nodes.get(event.node)
     if node is None:
         return
-    if event.kind == "cancel":
+    if event.kind == NoticeKind.CANCEL:
         _cancel_notice(turn, event, node)
         return
     if event.notice_id in node.notice_ids:
         return
-    if event.kind == "hint":
+    if event.kind == NoticeKind.HINT:
         turn.set_node(event.node, notice_ids=(*node.notice_ids, event.notice_id))
         turn.set(save_asked=True)
         turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
@@ -167,7 +168,7 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
         turn.go(Trigger.CONCLUDED)
         ending.record(turn)
         return
-    if any(name not in job.available for name in job.members):
+    if any(name not in job.available for name in job.members) or len(job.members) > job.wanted_nodes:
         turn.go(Trigger.OPEN_FAILED)
         consider(turn)
         return
@@ -184,11 +185,10 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
         base=event.base,
         newest_committed=event.base,
         failures=0 if _is_progress(turn, event) else job.failures,
-        committed_at_seconds=turn.now if event.base else job.committed_at_seconds,
+        committed_at_seconds=job.committed_at_seconds if event.base == job.newest_committed else None,
         ranks={rank: Rank(step=step) for rank in range(gang.world_size)},
         lost_in_gang=(),
         lost_at_seconds=None,
-        broken_reason="",
         proposal=None,
         attempt=1,
         ballot=0,
@@ -207,8 +207,8 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
                 first_rank=place.first_rank,
                 count=place.count,
                 base=event.base,
-                master_address=event.master_address,
-                master_port=event.master_port,
+                meeting_address=event.meeting_address,
+                meeting_port=event.meeting_port,
             )
         )
 
@@ -245,7 +245,7 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
         Refusal.DONE: ExitCode.DONE,
         Refusal.CANCELLED: ExitCode.FAILED,
         Refusal.STORE: ExitCode.FAILED,
-        Refusal.FORMAT: ExitCode.FAILED,
+        Refusal.FORMAT: ExitCode.NEVER_RESTART,
     }
     turn.go(Trigger.REFUSED)
     ending.finish(turn, int(codes[event.refusal]), event.reason)

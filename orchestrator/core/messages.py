@@ -50,6 +50,15 @@ class Verdict(StrEnum):
     UNREADABLE = "unreadable"
 
 
+class NoticeKind(StrEnum):
+    """What a notice means: the node goes; it may go; an earlier notice is withdrawn."""
+
+    PREEMPT = "preempt"
+    MAINTENANCE = "maintenance"
+    HINT = "hint"
+    CANCEL = "cancel"
+
+
 class Refusal(StrEnum):
     """Why a generation could not be opened."""
 
@@ -69,7 +78,6 @@ class NodeJoined:
 
     node: str
     workers: int
-    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +94,7 @@ class NoticeReceived:
 
     node: str
     source: str
-    kind: str
+    kind: NoticeKind
     remaining_seconds: float | None
     notice_id: str
 
@@ -98,8 +106,8 @@ class GenerationOpened:
     node: str
     generation: int
     base: CheckpointId | None
-    master_address: str
-    master_port: int
+    meeting_address: str
+    meeting_port: int
     rolled_forward: int
     skipped: tuple[str, ...] = ()
 
@@ -275,7 +283,6 @@ class EndRecorded:
 class Request(StrEnum):
     """What a person may ask of a running job."""
 
-    SAVE = "save"
     DRAIN = "drain"
     RESIZE = "resize"
     CANCEL = "cancel"
@@ -357,8 +364,8 @@ class LaunchWorkers:
     first_rank: int
     count: int
     base: CheckpointId | None
-    master_address: str
-    master_port: int
+    meeting_address: str
+    meeting_port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,8 +418,6 @@ class Commit:
     node: str
     generation: int
     step: int
-    world_size: int
-    absent: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,10 +442,9 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordEnd:
-    """Write the generation's end record."""
+    """Write the end record of the newest generation that is ours."""
 
     node: str
-    generation: int
     outcome: Outcome
     reason: str
 

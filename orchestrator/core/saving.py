@@ -33,6 +33,7 @@ from orchestrator.core.states import Ending, Leave, Phase, Trigger, Turn
 from orchestrator.errors import ExitCode
 
 COMMIT_ATTEMPTS_MAX = 3
+COMMIT_RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
 
 
 # ----------------------------------------------------------------------------------- why to leave or save
@@ -230,7 +231,7 @@ def _propose(turn: Turn, step: int, why: str, arithmetic: str) -> None:
     job = turn.job
     assert job.gang is not None
     ballot = job.ballot + 1
-    turn.set(ballot=ballot, proposal=agreement.Proposal(ballot=ballot, step=step, since_seconds=turn.now))
+    turn.set(ballot=ballot, proposal=agreement.Proposal(ballot=ballot, step=step))
     turn.note("step proposed", f"{why}: {arithmetic}", step=step, facts=turn.facts(ballot=ballot))
     for node in turn.gang_nodes():
         turn.do(Prepare(node=node, generation=job.gang.generation, ballot=ballot, step=step))
@@ -432,15 +433,7 @@ def _commit(turn: Turn, save: Save) -> None:
         return
     turn.set_save(replace(save, state=SaveState.COMMITTING, committer=committer))
     turn.note("uploaded", f"{len(save.durable)} of {save.world_size} receipts are on the store", step=save.id.step)
-    turn.do(
-        Commit(
-            node=committer,
-            generation=save.id.generation,
-            step=save.id.step,
-            world_size=save.world_size,
-            absent=tuple(sorted(save.absent)),
-        )
-    )
+    turn.do(Commit(node=committer, generation=save.id.generation, step=save.id.step))
 
 
 def on_index_decided(turn: Turn, event: IndexDecided) -> None:
@@ -452,7 +445,7 @@ def on_index_decided(turn: Turn, event: IndexDecided) -> None:
     if event.committed:
         known = turn.job.newest_committed
         newest = save.id if known is None else max(known, save.id)
-        turn.set(newest_committed=newest, committed_at_seconds=turn.now, failures=0)
+        turn.set(newest_committed=newest, committed_at_seconds=turn.now, failures=0, fruitless=0)
         seconds = turn.now - save.decided_at_seconds
         facts = turn.facts(seconds_since_agreed=seconds, size_bytes=save.size_bytes, mode=str(save.mode))
         if turn.job.leave is not None and save.mode is Mode.LEAVE:
@@ -472,10 +465,11 @@ def on_index_decided(turn: Turn, event: IndexDecided) -> None:
 def on_index_failed(turn: Turn, event: IndexFailed) -> None:
     """The index could not be written: another agent tries; in the end the step stays undecided."""
     save = _save_of(turn, event.generation, event.step)
-    if save is None:
+    if save is None or save.state not in (SaveState.COMMITTING, SaveState.ABANDONING):
         return
     if save.state is SaveState.COMMITTING and save.attempts < COMMIT_ATTEMPTS_MAX:
-        turn.set_save(replace(save, state=SaveState.UPLOADING, attempts=save.attempts + 1))
+        retry_at = turn.now + COMMIT_RETRY_SECONDS * save.attempts
+        turn.set_save(replace(save, state=SaveState.UPLOADING, attempts=save.attempts + 1, retry_at_seconds=retry_at))
         return
     turn.note("save failed", f"the index could not be written: {event.reason}", node=event.node, step=event.step)
     _settle(turn, save, committed=False)

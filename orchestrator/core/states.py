@@ -87,6 +87,8 @@ class JobSpec:
     save_every_steps: int
     attached: bool = False
     """The workers were started by somebody else; they are adopted and never restarted."""
+    fruitless_max: int = 10
+    """Generations in a row that lost nodes unannounced and committed nothing, before the job stops."""
     grace_seconds: float = 30.0
     """Notice that a signal gives where its sender does not say; preflight compares saving with it."""
     failures_max: int = 3
@@ -101,6 +103,8 @@ class JobSpec:
     """A worker whose exit is not confirmed by then excludes its node."""
     leave_seconds: float = 60.0
     """Once a node or worker is lost while all are to leave, the others must have staged the agreed step by then."""
+    reach_seconds: float = 600.0
+    """Without any loss, all ranks must have staged an agreed step by then (ten steps' time is added)."""
     upload_seconds: float = 3600.0
     """A complete step that is not durable by then is abandoned when the gang is cleared."""
     store_retry_seconds: float = 5.0
@@ -112,7 +116,6 @@ class Node:
     """A connected node; `going` once a notice named it, with its deadline if one is known."""
 
     name: str
-    workers: int
     going: bool = False
     deadline_seconds: float | None = None
     notice_ids: tuple[str, ...] = ()
@@ -152,7 +155,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything the supervisor knows. Rebuilt from agents, scheduler and store after its own restart."""
+    """Everything the supervisor knows."""
 
     spec: JobSpec
     phase: Phase = Phase.GATHERING
@@ -170,7 +173,6 @@ class Job:
     ranks: Mapping[int, Rank] = field(default_factory=dict)
     lost_in_gang: tuple[str, ...] = ()
     lost_at_seconds: float | None = None
-    broken_reason: str = ""
     broken_at_seconds: float | None = None
     proposal: Proposal | None = None
     ballot: int = 0
@@ -186,6 +188,7 @@ class Job:
     until: int | None = None
     ever_attached: bool = False
     failures: int = 0
+    fruitless: int = 0
     stage_seconds: float | None = None
     bandwidth_bytes_per_second: float | None = None
     awaiting_first_step: bool = False

@@ -81,8 +81,7 @@ class LocalScheduler:
         for node in left:
             self._next = max(self._next, int(node["number"]) + 1)
             if start_ticks(node["pid"]) == node["start_ticks"]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(node["pid"], signal.SIGKILL)
+                kill_session(node["pid"])
                 until = time.monotonic() + STOP_SECONDS
                 while start_ticks(node["pid"]) == node["start_ticks"] and time.monotonic() < until:
                     time.sleep(0.01)
@@ -110,7 +109,12 @@ class LocalScheduler:
         self._next += 1
         staging = self._staging / name
         settings = self._settings_of(name, self._url, self._token, staging)
-        process = subprocess.Popen(self._agent_command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            process = subprocess.Popen(self._agent_command, stdin=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            self._start_failures += 1
+            self._on_lost(name, f"its agent could not be started: {error.strerror}")
+            return
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(settings.encode())
@@ -128,8 +132,7 @@ class LocalScheduler:
 
     def _gone(self, node: _Node) -> None:
         self._forget(node)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(node.process.pid, signal.SIGKILL)  # not waited for yet, so the pid is still this node's
+        kill_session(node.process.pid)  # not waited for yet, so the number is still this node's
         status = node.process.wait()
         shutil.rmtree(node.staging, ignore_errors=True)
         if node.released:
@@ -174,8 +177,7 @@ class LocalScheduler:
 
     def _kill(self, node: _Node) -> None:
         if self._nodes.get(node.name) is node:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.process.pid, signal.SIGKILL)
+            kill_session(node.process.pid)
 
     def nodes(self) -> list[NodeInfo]:
         """Nodes whose agent runs."""
@@ -196,6 +198,14 @@ class LocalScheduler:
         while self._nodes and time.monotonic() < until + STOP_SECONDS:
             await asyncio.sleep(0.02)
         self._state_file.unlink(missing_ok=True)
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL to every process of a node: workers and what they started are in groups of their own, in one session."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[3]) == leader:
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def start_ticks(pid: int) -> int | None:

@@ -18,6 +18,7 @@ from orchestrator.core.messages import (
     Finish,
     NodeLost,
     Note,
+    NoticeKind,
     NoticeReceived,
     ReleaseNode,
     Request,
@@ -68,10 +69,14 @@ class Supervisor:
     def rehearse_notice(self, node: str, seconds: float) -> None:
         """A notice as a cloud would give it; at its deadline the node is really taken away. Raises ConfigError."""
         self._scheduler.lose(node, seconds)
-        notice_id = f"drill-{self._clock.monotonic()}"
-        self.submit(
-            NoticeReceived(node=node, source="drill", kind="preempt", remaining_seconds=seconds, notice_id=notice_id)
+        notice = NoticeReceived(
+            node=node,
+            source="drill",
+            kind=NoticeKind.PREEMPT,
+            remaining_seconds=seconds,
+            notice_id=f"drill-{self._clock.monotonic()}",
         )
+        self.submit(notice)
 
     async def run(self) -> Finish:
         """Serve until the job is over for this supervisor; nodes are given back before it returns."""

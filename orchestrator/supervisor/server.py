@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import WSMsgType, web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from orchestrator.agent.client import send_frames
+from orchestrator.agent.objects import token_middleware
 from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel, decode
 from orchestrator.core.messages import Action, Request, Requested
 from orchestrator.errors import ConfigError, ProtocolError
@@ -28,6 +28,7 @@ class SupervisorServer:
         self.token = token
         self._channels: dict[str, Channel] = {}
         self._sockets: dict[str, web.WebSocketResponse] = {}
+        self._senders: dict[str, asyncio.Task[None]] = {}
         self._forgotten: set[str] = set()
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -43,7 +44,7 @@ class SupervisorServer:
 
     async def start(self) -> str:
         """Listen; returns the URL."""
-        app = web.Application(middlewares=[self._authorized])
+        app = web.Application(middlewares=[token_middleware(self.token)])
         app.add_routes(
             [
                 web.get("/agent", self._agent),
@@ -72,14 +73,6 @@ class SupervisorServer:
         until = asyncio.get_running_loop().time() + seconds
         while self._sockets and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.01)
-
-    @web.middleware
-    async def _authorized(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            return web.json_response({"error": "the token is missing or wrong"}, status=401)
-        response: web.StreamResponse = await handler(request)
-        return response
 
     # -- agents ------------------------------------------------------------------------------------------
 
@@ -110,10 +103,11 @@ class SupervisorServer:
             await socket.send_json({"refused": "this supervisor does not know the node, or knows it as lost"})
             return socket
         channel = self._channel(node)
+        await self._close_earlier(node)
         await socket.send_json({"received": channel.received})
         channel.reconnect(received)
-        self._sockets[node] = socket
         sender = asyncio.create_task(send_frames(channel, socket))
+        self._sockets[node], self._senders[node] = socket, sender
         try:
             async for frame in socket:
                 if frame.type is not WSMsgType.TEXT:
@@ -127,8 +121,16 @@ class SupervisorServer:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
             if self._sockets.get(node) is socket:
-                del self._sockets[node]
+                del self._sockets[node], self._senders[node]
         return socket
+
+    async def _close_earlier(self, node: str) -> None:
+        """A node that connects again has lost its earlier connection: two senders would share one channel's frames."""
+        sender, earlier = self._senders.pop(node, None), self._sockets.pop(node, None)
+        if sender is not None and earlier is not None:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            await earlier.close()
 
     # -- verbs -------------------------------------------------------------------------------------------
 

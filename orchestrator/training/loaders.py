@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.utils.data._utils.signal_handling
 
+from orchestrator.preemption.process import NOTICE_SIGNALS
+
 _shielded = False
 
 
@@ -25,7 +27,7 @@ def shield_workers() -> None:
 
     def set_handlers(*arguments: Any) -> Any:
         result = original(*arguments)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for number in NOTICE_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         return result
 

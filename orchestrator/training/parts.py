@@ -17,7 +17,7 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.layout import Scope, TensorSpec, describe
 from orchestrator.checkpoint.restore import empty_like
 from orchestrator.checkpoint.values import add_tensor, decode, encode
-from orchestrator.errors import StateError
+from orchestrator.errors import FormatError, StateError
 
 
 @dataclass(kw_only=True)
@@ -256,6 +256,9 @@ def tensor_names(tree: Any) -> Iterable[str]:
 
 
 def _new_tensors(tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
+    for name in tensor_names(tree):
+        if name not in index.tensors:
+            raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
     return {name: empty_like(index.tensors[name]) for name in tensor_names(tree)}
 
 

@@ -73,8 +73,7 @@ class Run:
         self._control.set_phase(WorkerPhase.RESTORING)
         record_signals(self._control.note_signal)
         loaders.shield_workers()
-        data = given.get("data")
-        self._sampler = data if isinstance(data, ResumableSampler) else None
+        self._sampler = _sampler(given)
         self._begun = False
         self.step = 0
         self._refuse_world_size()
@@ -154,16 +153,20 @@ class Run:
             self._complete(self.step + 1, final=self.step + 1 == until)
         self._control.set_phase(WorkerPhase.FINISHED)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, until: int | None = None) -> None:
         """For loops that are not ours: call it after each optimizer step with the number of completed steps.
 
+        `until` is the loop's last step, if it is known: the state after it is saved before this returns. Without it,
+        what was trained since the newest checkpoint is not saved when the script ends.
         Raises ConfigError if `step` does not follow the last one: start the loop at `run.step`.
         """
         if not self._begun:
-            self._begin(None)
+            self._begin(until)
         if step != self.step + 1:
             raise ConfigError(f"after_step({step}) follows step {self.step}: begin the loop at run.step")
-        self._complete(step, final=False)
+        self._complete(step, final=step == until)
+        if step == until:
+            self._control.set_phase(WorkerPhase.FINISHED)
 
     def _begin(self, until: int | None) -> None:
         if self._begun:
@@ -194,8 +197,13 @@ class Run:
             raise
         if passing is Passing.LEAVE:
             self._leave()
-        elif self._launch.attached and self._control.outcome()[0] is LeaveOutcome.RELEASED and self._control.signal:
-            raise Preempted(f"left on a signal at step {step}; the supervisor had ended")
+        elif self._launch.attached and self._control.signal and self._alone():
+            raise Preempted(f"left on a signal at step {step}, without a new checkpoint: the supervisor has ended")
+
+    def _alone(self) -> bool:
+        """Attached mode: whether nobody is there any more to save and to say when to leave."""
+        released = self._control.outcome()[0] is LeaveOutcome.RELEASED
+        return released or not Path(f"/proc/{self._launch.agent_pid}").exists()
 
     def _leave(self) -> None:
         """The step is staged. Under `orchestrator run` the agent ends this process; attached, wait for the commit."""
@@ -203,12 +211,20 @@ class Run:
         until = time.monotonic() + LEAVE_SECONDS_MAX
         while time.monotonic() < until:
             outcome, of_step = self._control.outcome()
-            settled = of_step == self.step or outcome is LeaveOutcome.RELEASED  # not an earlier step's
-            if self._launch.attached and settled and outcome is not LeaveOutcome.NONE:
+            settled = outcome is not LeaveOutcome.NONE and of_step == self.step  # not an earlier step's
+            if self._launch.attached and (settled or self._alone()):
                 word = {LeaveOutcome.COMMITTED: "committed", LeaveOutcome.ABANDONED: "not committed"}
                 raise Preempted(f"left at step {self.step}: its checkpoint is {word.get(outcome, 'left to the agent')}")
             time.sleep(0.01)
         raise Preempted(f"left at step {self.step}: nobody ended this process within {LEAVE_SECONDS_MAX:.0f} s")
+
+
+def _sampler(given: dict[str, Any]) -> ResumableSampler | None:
+    """The sampler whose position counts the steps. Raises ConfigError unless it is the only one, given as `data`."""
+    names = [name for name, value in given.items() if isinstance(value, ResumableSampler)]
+    if names not in ([], ["data"]):
+        raise ConfigError(f"give the one ResumableSampler as data=…, not as {', '.join(names)}: it follows the steps")
+    return given["data"] if names else None
 
 
 def _optimizers(given: dict[str, Any]) -> list[torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""From shards to a decision: receipts, commit against abandon, repeated uploads. Exactly one outcome, believed by all."""
+"""From shards to a decision: receipts, commit against abandon, repeats. Exactly one outcome, believed by all."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import pytest
 import torch
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint import save as saving
 from orchestrator.checkpoint.save import (
     abandon,
     commit,
@@ -43,8 +43,6 @@ def test_the_receipt_says_what_is_in_the_shard(any_store: ObjectStore, tmp_path:
     assert receipt.shard.size_bytes == len(data)
     blocks = fmt.unpack_blocks("shard", receipt.shard.blocks, len(data))
     assert len(blocks) == 2
-    import crc32c
-
     assert receipt.shard.crc32c == crc32c.crc32c(data)
     assert blocks[0] == crc32c.crc32c(data[: fmt.BLOCK_BYTES])
     (chunk,) = receipt.tensors["b"].chunks
@@ -345,4 +343,3 @@ def test_the_steps_of_the_module_are_in_the_order_that_it_promises(tmp_path: Pat
         "shard-00001-of-00002.json",
         "index.json",
     ]
-    assert saving.METADATA_KEY == "orchestrator"

@@ -37,6 +37,7 @@ from orchestrator.core.messages import (
     NodeJoined,
     NodeLost,
     Note,
+    NoticeKind,
     NoticeReceived,
     OpenGeneration,
     Passed,
@@ -52,6 +53,7 @@ from orchestrator.core.messages import (
     Request,
     Requested,
     RequestNodes,
+    SaveAsked,
     Settled,
     Staged,
     Tick,
@@ -364,7 +366,7 @@ class Model:
         self.names += 1
         agent = Agent(name=f"node-{self.names}")
         self.agents[agent.name] = agent
-        self.post(agent, NodeJoined(node=agent.name, workers=self.spec.workers_per_node, address="10.0.0.1"))
+        self.post(agent, NodeJoined(node=agent.name, workers=self.spec.workers_per_node))
 
     def remove(self, name: str) -> None:
         """A node is given back: its agent ends its workers and goes."""
@@ -424,7 +426,7 @@ class Model:
         if what < 0.6:
             self.later(seconds, lambda: self.lose(name))
         elif what < 0.8:
-            self.later(seconds / 2, lambda: self.submit(replace(notice, kind="cancel")))
+            self.later(seconds / 2, lambda: self.submit(replace(notice, kind=NoticeKind.CANCEL)))
 
     def fault_death(self) -> None:
         """A worker dies."""
@@ -437,7 +439,9 @@ class Model:
     def fault_request(self) -> None:
         """A person asks for something that does not end the job."""
         if self.random.random() < 0.5:
-            self.submit(Requested(request=Request.SAVE, by="model"))
+            gang = self.job.gang
+            if gang is not None:
+                self.submit(SaveAsked(node=gang.nodes[0], generation=gang.generation, rank=0))
         else:
             nodes = self.random.randint(1, self.spec.nodes_max)
             self.submit(Requested(request=Request.RESIZE, by="model", nodes=nodes))
@@ -516,8 +520,8 @@ class Model:
             node=agent.name,
             generation=number,
             base=base,
-            master_address="10.0.0.1",
-            master_port=1,
+            meeting_address="10.0.0.1",
+            meeting_port=1,
             rolled_forward=rolled,
         )
         self.post(agent, opened)

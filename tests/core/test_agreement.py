@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.core.agreement import Proposal, agreed, choose_step, echo, margin_steps, refuse
 
-PROPOSAL = Proposal(ballot=3, step=10, since_seconds=0.0)
+PROPOSAL = Proposal(ballot=3, step=10)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Verified reading: whole blocks, each once, only those that are needed, and nothing that does not match its digest."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.reader import WINDOW_BYTES, Window, read_committed, verified_windows, verify
+from orchestrator.checkpoint.save import abandon
+from orchestrator.errors import DigestError, FormatError, NotFoundError
+from orchestrator.storage.memory import MemoryStore
+from tests.checkpoint.shards import checkpoint_id, save, upload_all
+from tests.checkpoint.stores import CountingStore, CutStore, change_byte
+
+ELEMENTS = 11 * fmt.BLOCK_BYTES // 4 + 123
+SHARD = "shard-00000-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[MemoryStore, fmt.Index]:
+    """One shard of more than two windows; not to be changed."""
+    store = MemoryStore()
+    tensor = torch.arange(ELEMENTS, dtype=torch.int32)
+    return store, save(store, tmp_path_factory.mktemp("slots"), {"x": tensor})
+
+
+def copy_of(store: MemoryStore) -> MemoryStore:
+    """A store of its own with the same objects."""
+    copy = MemoryStore()
+    copy._objects = dict(store._objects)
+    return copy
+
+
+def blocks_of(ranges: list[tuple[int, int]], size_bytes: int) -> set[int]:
+    """The blocks that the ranges touch."""
+    return {
+        block
+        for first, last in ranges
+        if first < last
+        for block in range(first // fmt.BLOCK_BYTES, (min(last, size_bytes) - 1) // fmt.BLOCK_BYTES + 1)
+    }
+
+
+def test_all_of_a_shard_is_read_once_in_order(saved: tuple[MemoryStore, fmt.Index]) -> None:
+    store, index = saved
+    counting = CountingStore(store)
+    (shard,) = index.shards
+    windows = list(verified_windows(counting, index, shard, [(0, shard.size_bytes)]))
+    assert b"".join(bytes(window.data) for window in windows) == store.read(fmt.shard_key(index.id, 0, 1))
+    assert [window.start for window in windows] == [start for _, start, _ in counting.reads]
+    assert [stop for _, _, stop in counting.reads] == [
+        *(start for _, start, _ in counting.reads[1:]),
+        shard.size_bytes,
+    ]
+    assert max(len(window.data) for window in windows) <= WINDOW_BYTES
+
+
+def test_only_the_needed_blocks_are_read_and_each_once(saved: tuple[MemoryStore, fmt.Index], seed: int) -> None:
+    draw = random.Random(seed)
+    store, index = saved
+    (shard,) = index.shards
+    for _ in range(30):
+        ranges = []
+        for _ in range(draw.randrange(6)):
+            first = draw.randrange(shard.size_bytes)
+            ranges.append((first, min(first + draw.choice([0, 1, 4096, 1 << 20, 3 << 20]), shard.size_bytes)))
+        counting = CountingStore(store)
+        windows = list(verified_windows(counting, index, shard, ranges))
+        read = [
+            block
+            for _, start, stop in counting.reads
+            for block in range(start // fmt.BLOCK_BYTES, -(-(stop or 0) // fmt.BLOCK_BYTES))
+        ]
+        assert sorted(read) == read == sorted(blocks_of(ranges, shard.size_bytes)), ranges
+        whole = store.read(fmt.shard_key(index.id, 0, 1))
+        for first, last in ranges:
+            found = bytearray(last - first)
+            for window in windows:
+                offset, piece = window.cut(first, last)
+                if len(piece):
+                    found[offset : offset + len(piece)] = piece
+            assert found == whole[first:last], ranges
+
+
+def test_nothing_is_read_for_nothing(saved: tuple[MemoryStore, fmt.Index]) -> None:
+    store, index = saved
+    counting = CountingStore(store)
+    assert list(verified_windows(counting, index, index.shards[0], [(5, 5), (0, 0)])) == []
+    assert counting.reads == []
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 10), (5, 15), (15, 25), (0, 30), (25, 40), (10, 20), (12, 13)])
+def test_a_window_gives_what_it_has_of_a_range(first: int, last: int) -> None:
+    window = Window(start=10, data=memoryview(bytes(range(10, 20))))
+    offset, piece = window.cut(first, last)
+    have = range(max(first, 10), min(last, 20))
+    assert bytes(piece) == bytes(have)
+    if have:
+        assert first + offset == have[0]
+
+
+@pytest.mark.parametrize("position", [0, fmt.BLOCK_BYTES - 1, fmt.BLOCK_BYTES, 9 * fmt.BLOCK_BYTES + 5, -1])
+def test_a_changed_byte_is_named_by_shard_and_block(saved: tuple[MemoryStore, fmt.Index], position: int) -> None:
+    """F108, F119: what is read is what was saved, or it is not used at all."""
+    store, index = copy_of(saved[0]), saved[1]
+    (shard,) = index.shards
+    position %= shard.size_bytes
+    change_byte(store, fmt.shard_key(index.id, 0, 1), position)
+    block = position // fmt.BLOCK_BYTES
+    with pytest.raises(DigestError, match=rf"{SHARD}: block {block} "):
+        list(verified_windows(store, index, shard, [(0, shard.size_bytes)]))
+    before = blocks_of([(0, shard.size_bytes)], shard.size_bytes) - {block}
+    for good in before:  # the others can still be read
+        list(verified_windows(store, index, shard, [(good * fmt.BLOCK_BYTES, good * fmt.BLOCK_BYTES + 1)]))
+
+
+@pytest.mark.parametrize("missing", [1, fmt.BLOCK_BYTES, 5 * fmt.BLOCK_BYTES])
+def test_a_short_answer_is_never_used(saved: tuple[MemoryStore, fmt.Index], missing: int) -> None:
+    store, index = saved
+    (shard,) = index.shards
+    cut = CutStore(store, lambda key, start, stop: max(0, min(stop, shard.size_bytes - missing) - start))
+    with pytest.raises(DigestError, match=rf"ends at byte {shard.size_bytes - missing}, the index says"):
+        list(verified_windows(cut, index, shard, [(0, shard.size_bytes)]))
+
+
+def test_a_missing_shard_is_not_found(saved: tuple[MemoryStore, fmt.Index]) -> None:
+    store, index = copy_of(saved[0]), saved[1]
+    store.delete(fmt.shard_key(index.id, 0, 1))
+    with pytest.raises(NotFoundError, match=SHARD):
+        list(verified_windows(store, index, index.shards[0], [(0, 1)]))
+
+
+def test_verify_reports_every_shard(tmp_path: Path) -> None:
+    store = MemoryStore()
+    index = save(store, tmp_path, {"x": torch.arange(100)}, world_size=4)
+    assert [(shard.rank, problem) for shard, problem in verify(store, index)] == [(rank, None) for rank in range(4)]
+    change_byte(store, fmt.shard_key(index.id, 1, 4), 0)
+    store.delete(fmt.shard_key(index.id, 2, 4))
+    found = {shard.rank: problem for shard, problem in verify(store, index)}
+    assert found[0] is None
+    assert found[3] is None
+    assert "shard-00001-of-00004.safetensors: block 0" in str(found[1])
+    assert "shard-00002-of-00004.safetensors" in str(found[2])
+
+
+def test_verify_reports_digests_that_cannot_be_read(tmp_path: Path) -> None:
+    store = MemoryStore()
+    index = save(store, tmp_path, {"x": torch.arange(10)})
+    (shard,) = index.shards
+    broken = index.model_copy(update={"shards": (shard.model_copy(update={"blocks": "!"}),)})
+    ((_, problem),) = verify(store, broken)
+    assert "base64" in str(problem)
+
+
+def test_only_what_is_committed_is_read(tmp_path: Path) -> None:
+    store = MemoryStore()
+    checkpoint = upload_all(store, tmp_path, {"x": torch.arange(10)})
+    with pytest.raises(NotFoundError, match="never committed"):
+        read_committed(store, checkpoint)
+    abandon(store, checkpoint, "a rank went on")
+    with pytest.raises(FormatError, match="abandoned: a rank went on"):
+        read_committed(store, checkpoint)
+    with pytest.raises(NotFoundError):
+        read_committed(store, checkpoint_id(7, 7))
+
+
+def test_windows_of_neighbouring_ranges_are_joined(saved: tuple[MemoryStore, fmt.Index]) -> None:
+    """Many small tensors side by side cost no more requests than one large one."""
+    store, index = saved
+    (shard,) = index.shards
+    edges = [*range(0, shard.size_bytes, 50_000), shard.size_bytes]
+    counting = CountingStore(store)
+    list(verified_windows(counting, index, shard, list(itertools.pairwise(edges))))
+    assert len(counting.reads) == -(-shard.size_bytes // WINDOW_BYTES)
