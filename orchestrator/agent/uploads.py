@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orchestrator.checkpoint.save import ShardPlace, upload_shard
-from orchestrator.errors import StoreError
+from orchestrator.errors import FormatError, StoreError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 
@@ -52,6 +52,8 @@ class Uploads:
         reached("before-shard-upload", **where)
         started = time.monotonic()
         with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < size_bytes:
+                raise FormatError(place.shard_key, f"its slot {path} holds fewer than {size_bytes} bytes")
             memory = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
 
         def before_receipt() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
 from orchestrator.checkpoint.save import read_index
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FormatError, VersionError
@@ -56,7 +57,7 @@ def read_generations(store: ObjectStore) -> dict[int, fmt.GenerationRecord]:
     for entry in store.entries("generations/"):
         number = fmt.parse_generation_key(entry.key)
         if number is not None:
-            found[number] = fmt.load(fmt.GenerationRecord, entry.key, store.read(entry.key))
+            found[number] = fmt.load(fmt.GenerationRecord, entry.key, read_record(store, entry.key, SMALL_BYTES_MAX))
     return found
 
 

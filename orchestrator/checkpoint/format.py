@@ -22,8 +22,6 @@ from orchestrator.errors import DigestError, FormatError, VersionError
 FORMAT_VERSION = 1
 BLOCK_BYTES = 1 << 20
 """Digests are kept for blocks of this size, so that a range read can be verified in whole blocks."""
-RECORD_BYTES_MAX = 1 << 30
-"""No receipt or index is believed to be larger than this."""
 DTYPE_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("F64", "C64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -130,10 +128,6 @@ class Index(_Record):
         """The checkpoint's identity."""
         return CheckpointId(generation=self.generation, step=self.step)
 
-    def shard(self, rank: int) -> ShardRecord:
-        """The shard that a rank wrote."""
-        return next(shard for shard in self.shards if shard.rank == rank)
-
 
 class AbandonedIndex(_Record):
     """Decides a checkpoint as never to be used."""
@@ -219,11 +213,6 @@ def shard_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:
 def receipt_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:
     """The receipt of a rank."""
     return f"{folder_key(checkpoint)}/shard-{rank:05d}-of-{world_size:05d}.json"
-
-
-def events_key(generation: int, node: str, sequence: int) -> str:
-    """A batch of events that an agent wrote."""
-    return f"events/{generation:08d}-{node}-{sequence:06d}.jsonl"
 
 
 def parse_checkpoint_key(key: str) -> tuple[CheckpointId, str] | None:

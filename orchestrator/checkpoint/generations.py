@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import Catalog, Standing, read_generations, rollback_bound, survey
+from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
 from orchestrator.checkpoint.save import commit, missing_for_commit, read_receipts
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, NotFoundError, RefusedError, VersionError
@@ -129,7 +130,8 @@ def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float
         try:
             return _claim(store, who, number, wall_seconds)
         except FencedError:
-            record = fmt.load(fmt.GenerationRecord, fmt.generation_key(number), store.read(fmt.generation_key(number)))
+            key = fmt.generation_key(number)
+            record = fmt.load(fmt.GenerationRecord, key, read_record(store, key, SMALL_BYTES_MAX))
             if record.claimant != who.claimant:
                 raise
     raise FencedError(f"{OWN_CLAIMS_MAX} generations after {own} were claimed by this process without being used")
@@ -187,7 +189,7 @@ def read_end(store: ObjectStore, generation: int) -> fmt.EndRecord | None:
     """The end record of a generation, if there is one."""
     key = fmt.end_key(generation)
     try:
-        return fmt.load(fmt.EndRecord, key, store.read(key))
+        return fmt.load(fmt.EndRecord, key, read_record(store, key, SMALL_BYTES_MAX))
     except NotFoundError:
         return None
 

@@ -6,34 +6,13 @@ Written by `agent.gang`, read by `training.session`. No torch.
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import ConfigError
 
 LAUNCH_VARIABLE = "ORCHESTRATOR_LAUNCH"
-
-
-def private_folder(memory: Path, *names: str) -> Path:
-    """Our folder under a memory folder that everybody may write to: `<memory>/orchestrator-<uid>/<names>`, mode 0700.
-
-    Raises ConfigError if somebody else made it first: what stands there would not be ours.
-    """
-    root = memory / f"orchestrator-{os.getuid()}"
-    try:
-        root.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{root} cannot be made: {error.strerror}; name another staging folder") from error
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"{root} belongs to user {found.st_uid}; remove it, or name another staging folder")
-    root.chmod(0o700)
-    folder = root.joinpath(*names)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
 
 
 class Launch(BaseModel):

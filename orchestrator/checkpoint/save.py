@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.digest import combine, crc
+from orchestrator.checkpoint.digest import block_digests, combine, crc
+from orchestrator.checkpoint.records import LARGE_BYTES_MAX, read_record
 from orchestrator.checkpoint.slots import read_header
 from orchestrator.core.messages import CheckpointId
 from orchestrator.core.ownership import present_ranks
@@ -55,7 +56,7 @@ def upload_shard(
     try:
         store.create(place.shard_key, _digested_blocks(data, digests))
     except AlreadyExistsError:
-        digests = [crc(block) for block in _blocks(data)]
+        digests = block_digests(data)
         _check_same(store, place.shard_key, data, digests)
     stored = store.size(place.shard_key)
     if stored != len(data):
@@ -67,7 +68,7 @@ def upload_shard(
     try:
         store.create(place.receipt_key, [body])
     except AlreadyExistsError:
-        if store.read(place.receipt_key) != body:
+        if read_record(store, place.receipt_key, LARGE_BYTES_MAX) != body:
             raise DigestError(place.receipt_key, "another receipt is there already") from None
     return receipt
 
@@ -155,17 +156,15 @@ def read_receipts(store: ObjectStore, checkpoint: CheckpointId) -> tuple[list[fm
     prefix = fmt.folder_key(checkpoint) + "/"
     sizes = {entry.key: entry.size_bytes for entry in store.entries(prefix)}
     receipts = [
-        _read_receipt(store, checkpoint, key, size_bytes)
-        for key, size_bytes in sizes.items()
+        _read_receipt(store, checkpoint, key)
+        for key in sizes
         if key.endswith(".json") and key.rpartition("/")[2].startswith("shard-")
     ]
     return receipts, sizes
 
 
-def _read_receipt(store: ObjectStore, checkpoint: CheckpointId, key: str, size_bytes: int) -> fmt.Receipt:
-    if size_bytes > fmt.RECORD_BYTES_MAX:
-        raise FormatError(key, f"is larger than {fmt.RECORD_BYTES_MAX} bytes")
-    receipt = fmt.load(fmt.Receipt, key, store.read(key))
+def _read_receipt(store: ObjectStore, checkpoint: CheckpointId, key: str) -> fmt.Receipt:
+    receipt = fmt.load(fmt.Receipt, key, read_record(store, key, LARGE_BYTES_MAX))
     of = CheckpointId(generation=receipt.generation, step=receipt.step)
     if of != checkpoint or key != fmt.receipt_key(of, receipt.shard.rank, receipt.world_size):
         raise FormatError(key, f"is the receipt of rank {receipt.shard.rank} of {receipt.world_size} of {of}")
@@ -214,7 +213,7 @@ def _decide(store: ObjectStore, checkpoint: CheckpointId, body: bytes) -> bool:
     try:
         store.create(key, [body])
     except AlreadyExistsError:
-        body = store.read(key)
+        body = read_record(store, key, LARGE_BYTES_MAX)
     return isinstance(fmt.load_index(key, body), fmt.Index)
 
 
@@ -222,9 +221,7 @@ def read_index(store: ObjectStore, checkpoint: CheckpointId) -> fmt.Index | fmt.
     """The index of a checkpoint, None while it is undecided. Raises FormatError, StoreError."""
     key = fmt.index_key(checkpoint)
     try:
-        if store.size(key) > fmt.RECORD_BYTES_MAX:
-            raise FormatError(key, f"is larger than {fmt.RECORD_BYTES_MAX} bytes")
-        index = fmt.load_index(key, store.read(key))
+        index = fmt.load_index(key, read_record(store, key, LARGE_BYTES_MAX))
     except NotFoundError:
         return None
     if (index.generation, index.step) != (checkpoint.generation, checkpoint.step):

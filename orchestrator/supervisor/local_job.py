@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.agent.settings import AgentSettings
-from orchestrator.checkpoint.launch import private_folder
+from orchestrator.checkpoint.staging_folder import private_folder
 from orchestrator.clock import SystemClock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import Finish

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from orchestrator.checkpoint.launch import Launch, private_folder
+from orchestrator.checkpoint.launch import Launch
+from orchestrator.checkpoint.staging_folder import private_folder
 from orchestrator.errors import ConfigError, FencedError, OrchestratorError, SupervisorError
 
 START_SECONDS_MAX = 60.0

@@ -90,7 +90,7 @@ class RunningSupervisor:
         def publish(url: str) -> None:
             state.publish(url, TOKEN)
             assert self.supervisor is not None
-            self.supervisor.submit(NodeJoined(node="node-7", workers=2, address="127.0.0.1"))
+            self.supervisor.submit(NodeJoined(node="node-7", workers=2))
             self.loop.call_later(0.01, self._listening.set) if self.loop else None
 
         self.supervisor.on_listening = publish

@@ -63,6 +63,7 @@ from orchestrator.core.messages import (
     Verdict,
 )
 
+FINAL_WAIT_SECONDS = 60.0
 SLOT_WAIT_SECONDS = 5.0
 TICK_SECONDS = 0.5
 LIMIT_SECONDS = 400.0
@@ -221,7 +222,7 @@ class Model:
         )
         self.step_seconds = draw.choice([0.02, 0.1, 0.4])
         self.delay_seconds = draw.choice([0.005, 0.05, 0.2])
-        self.decision_wait_seconds = draw.choice([0.2, 1.0]) + 4 * self.delay_seconds if self.synchronous else 10.0
+        self.decision_wait_seconds = draw.choice([0.2, 1.0]) + 4 * self.delay_seconds if self.synchronous else draw.choice([0.5, 10.0])
         self.job = new_job(self.spec, 0.0)
         self.store = Store()
         self.agents: dict[str, Agent] = {}
@@ -715,7 +716,7 @@ class Model:
         record = worker.record
         yield self.tiny()
         if number == self.until:
-            patience = self.now + 30.0
+            patience = self.now + FINAL_WAIT_SECONDS
             while number not in (record.decided_step, record.proposed_step) and self.now < patience:
                 self.echo(worker, record, number)
                 yield 0.02
@@ -726,7 +727,8 @@ class Model:
         if number not in (record.decided_step, record.proposed_step):
             worker.past = number
             return False
-        patience = self.now + self.decision_wait_seconds
+        final = number == self.until
+        patience = self.now + (FINAL_WAIT_SECONDS if final else self.decision_wait_seconds)
         while record.decided_step != number:
             if record.proposed_step != number:
                 self.echo(worker, record, number)
