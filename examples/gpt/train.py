@@ -4,7 +4,7 @@ What it is: one complete training script, small enough to read, in which the lin
 that fault tolerance takes. What it is not: a good language model.
 
 It runs as `python train.py`, under `torchrun --nproc-per-node 4 train.py`, and under
-`orchestrator run -- python train.py`; the README says more.
+`orchestrator run --job gpt --store checkpoints -- python train.py`; the README says more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The supervisor: feeds events to `core.job.step` and performs the actions that come back.
 
-One per job. It holds no store and no state that it could not rebuild. Run by `cli.run` (local), `cli.demo` and
+One per job. It holds no store. Run by `cli.run` (local), `cli.demo` and
 attached mode.
 """
 
