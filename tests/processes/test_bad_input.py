@@ -92,7 +92,7 @@ async def test_unknown_version_is_refused_by_name(tmp_path: Path, staging: str) 
     fields["version"] = 99
     index.write_bytes(canonical_json(fields))
     result = await run_job(tmp_path, nodes="1", staging=staging)
-    assert result.finish.exit_code == 1
+    assert result.finish.exit_code == 78
     assert "format version 99" in result.finish.reason
 
 
@@ -102,7 +102,7 @@ async def test_nothing_readable_is_never_a_fresh_start(tmp_path: Path, staging: 
     for index in (tmp_path / "store" / "small" / "checkpoints").glob("*/index.json"):
         index.write_bytes(index.read_bytes()[:-20])
     result = await run_job(tmp_path, nodes="1", staging=staging)
-    assert result.finish.exit_code == 1
+    assert result.finish.exit_code == 78
     assert "starting afresh would lose them" in result.finish.reason
 
 
