@@ -80,11 +80,18 @@ class JobConfig(BaseModel):
             raise ValueError(f"needs 1 <= MIN <= MAX <= 4096, got {low}:{high}")
         return value
 
-    @field_validator("store")
+    @field_validator("store", "staging")
     @classmethod
-    def _some_store(cls, value: str) -> str:
+    def _some_folder(cls, value: str) -> str:
         if not value:
-            raise ValueError("a folder or URL is needed")
+            raise ValueError("a folder is needed")
+        return value
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _command_is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"is a list of words, not one text: {value.split()}")
         return value
 
     @field_validator("command")
@@ -121,7 +128,7 @@ class JobConfig(BaseModel):
 
 def parse_nodes(text: str) -> tuple[int, int]:
     """(MIN, MAX) of "MIN:MAX" or "N". Raises ValueError."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
     if match is None:
         raise ValueError(f"expected MIN:MAX or one number, got {text!r}")
     return int(match[1]), int(match[2] or match[1])
@@ -135,7 +142,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> JobConfig:
             values = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
     values |= {name: value for name, value in overrides.items() if value is not None}
     try:

@@ -12,7 +12,6 @@ import aiohttp
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel
 from orchestrator.clock import Clock
-from orchestrator.errors import ProtocolError
 
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_MAX = 2.0
@@ -69,7 +68,7 @@ class SupervisorClient:
                 async for frame in socket:
                     self.connected_seconds = self._clock.monotonic()
                     if frame.type is not aiohttp.WSMsgType.TEXT:
-                        raise ProtocolError(f"unexpected frame {frame.type}")
+                        break  # the connection is broken: make it again
                     taken = self._channel.take(frame.data)
                     if taken is not None:
                         self._on_frame(taken)

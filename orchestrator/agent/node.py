@@ -210,7 +210,7 @@ class Agent:
             return
         try:
             for worker in self._gang.workers:
-                for line in processes.new_output(worker).splitlines():
+                for line in processes.new_output(worker, everything=worker.exited).splitlines():
                     sys.stdout.write(f"[{worker.rank}] {line}\n")
             sys.stdout.flush()
         except OSError:  # nobody reads it any more; the log files keep everything
@@ -280,12 +280,33 @@ class Agent:
             await self._end_gang(self._gang)
             self._gang.remove_files()
         self._wanted, self._settled = {}, {}
-        gang = LocalGang(self._settings, action, self._objects_url, self._objects_token)
+        try:
+            gang = LocalGang(self._settings, action, self._objects_url, self._objects_token)
+        except OSError as error:
+            self._refuse_launch(action, f"{self._settings.staging}: {error.strerror}: give it more, or name another")
+            return
         self._gang = gang
         if self._settings.attach_folder is None:
             gang.launch(os.environ, self._on_worker_exit)
         else:
             await self._adopt(gang, self._settings.attach_folder)
+
+    def _refuse_launch(self, action: LaunchWorkers, reason: str) -> None:
+        """No worker can be started here, and trying again would not help."""
+        self._gang = None
+        for rank in range(action.first_rank, action.first_rank + action.count):
+            self._post(
+                RankExited(
+                    node=self._settings.node,
+                    generation=action.generation,
+                    rank=rank,
+                    exit_code=1,
+                    attached=False,
+                    verdict=Verdict.REFUSED,
+                    ended_by_us=False,
+                    evidence=f"the staging folder {reason}",
+                )
+            )
 
     async def _adopt(self, gang: LocalGang, folder: Path) -> None:
         """Wait until each worker has written its pid, then give it its launch file."""

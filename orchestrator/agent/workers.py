@@ -118,7 +118,7 @@ def evidence(worker: Worker) -> str:
         return ""
 
 
-def new_output(worker: Worker) -> str:
+def new_output(worker: Worker, *, everything: bool) -> str:
     """Whole lines (a progress bar's count, too) that the worker has printed since the last call."""
     if worker.log_path is None:
         return ""
@@ -126,7 +126,7 @@ def new_output(worker: Worker) -> str:
         log.seek(worker.log_position)
         data = log.read(OUTPUT_BYTES)
         cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if cut == 0 and len(data) == OUTPUT_BYTES:
+        if everything or (cut == 0 and len(data) == OUTPUT_BYTES):
             cut = len(data)
         worker.log_position += cut
         return data[:cut].decode(errors="replace")

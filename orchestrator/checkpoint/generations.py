@@ -15,7 +15,15 @@ from orchestrator.checkpoint.catalog import Catalog, Standing, read_generations,
 from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
 from orchestrator.checkpoint.save import commit, missing_for_commit, read_receipts
 from orchestrator.core.messages import CheckpointId, Outcome
-from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, NotFoundError, RefusedError, VersionError
+from orchestrator.errors import (
+    AlreadyExistsError,
+    FencedError,
+    FormatError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    VersionError,
+)
 from orchestrator.storage.base import ObjectStore
 
 OWN_CLAIMS_MAX = 16  # claims of our own earlier attempts that may be skipped; more means that something is wrong
@@ -125,16 +133,42 @@ def _refuse_foreign_folder(store: ObjectStore) -> None:
 
 
 def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:
-    """own + 1; numbers that an earlier attempt of this very process took, whose answer was lost, are skipped."""
+    """own + 1; a number that this very process took before is used if nothing came of it, else skipped.
+
+    Raises StoreError if our own last claim is gone (this is not the store that we wrote to), FencedError.
+    """
+    if own > 0 and not _is_ours(store, who, own):
+        key = fmt.generation_key(own)
+        if not _exists(store, key):
+            raise StoreError(key, f"our own claim is gone: {store.url} was renamed, unmounted or emptied")
+        raise FencedError(f"generation {own} of the job {who.job!r} is another run's; this one stops")
     for number in range(own + 1, own + 1 + OWN_CLAIMS_MAX):
         try:
             return _claim(store, who, number, wall_seconds)
         except FencedError:
-            key = fmt.generation_key(number)
-            record = fmt.load(fmt.GenerationRecord, key, read_record(store, key, SMALL_BYTES_MAX))
-            if record.claimant != who.claimant:
+            if not _is_ours(store, who, number):
                 raise
+            unused = not _exists(store, fmt.base_key(number)) and not _exists(store, fmt.generation_key(number + 1))
+            if unused:
+                return number  # without a base no worker was ever launched in it
     raise FencedError(f"{OWN_CLAIMS_MAX} generations after {own} were claimed by this process without being used")
+
+
+def _is_ours(store: ObjectStore, who: Claimant, number: int) -> bool:
+    key = fmt.generation_key(number)
+    try:
+        record = fmt.load(fmt.GenerationRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+    except NotFoundError:
+        return False
+    return record.claimant == who.claimant
+
+
+def _exists(store: ObjectStore, key: str) -> bool:
+    try:
+        store.size(key)
+    except NotFoundError:
+        return False
+    return True
 
 
 def _claim(store: ObjectStore, who: Claimant, number: int, wall_seconds: float) -> int:

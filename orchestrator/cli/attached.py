@@ -124,6 +124,8 @@ def main() -> int:
         finish = asyncio.run(supervise(settings, state, url))
     except OrchestratorError as error:
         finish = Finish(exit_code=int(error.exit_code), reason=str(error))
+    except OSError as error:
+        finish = Finish(exit_code=1, reason=f"the script cannot be supervised: {error}")
     finally:
         state.release()
     _tell(settings, finish)

@@ -59,6 +59,11 @@ def _finished(turn: Turn) -> None:
         return
     if any(event is not None and event.attached for event in exits):
         reason = f"all {len(exits)} ranks are done at step {job.highest_step}"
+        if job.until is not None and job.highest_step < job.until:
+            saved = job.newest_committed.step if job.newest_committed else "none"
+            reason += (
+                f", before the last step {job.until}: they left the loop; the newest checkpoint is of step {saved}"
+            )
     else:
         reason = "the command ended without ever calling orchestrator.attach(): nothing was saved"
     turn.set(ending=Ending(outcome=Outcome.DONE, exit_code=int(ExitCode.DONE), reason=reason))
@@ -273,6 +278,8 @@ def _last_step_is_lost(turn: Turn) -> bool:
         return False
     finished = [state.exited is not None and state.exited.verdict is Verdict.FINISHED for state in job.ranks.values()]
     if not any(finished):  # the script never attached, or left its loop early: that is its own affair
+        return False
+    if job.until <= (job.base.step if job.base else 0):  # there was nothing to do
         return False
     return job.newest_committed is None or job.newest_committed.step < job.until
 

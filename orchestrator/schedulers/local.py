@@ -159,8 +159,9 @@ class LocalScheduler:
             for node in self._nodes.values()
         ]
         draft = self._state_file.with_suffix(".draft")
-        draft.write_text(json.dumps(rows))
-        draft.rename(self._state_file)
+        with contextlib.suppress(OSError):  # a full disk: only the clean-up after our own death would miss it
+            draft.write_text(json.dumps(rows))
+            draft.rename(self._state_file)
 
     def release(self, node: str) -> None:
         """The agent was dismissed and ends by itself; one that does not is killed."""

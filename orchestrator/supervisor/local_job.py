@@ -48,8 +48,8 @@ class LocalJob:
 
     @property
     def staging(self) -> Path:
-        """Folder in memory for this job's nodes."""
-        return private_folder(Path(self._config.staging), self.state.path.name)
+        """Folder in memory for this run's nodes: another owner's run of the same job has another one."""
+        return private_folder(Path(self._config.staging), f"{self.state.path.name}-{self._claimant}")
 
     def acquire(self) -> None:
         """Lock the job on this machine. Raises FencedError if it runs here already."""

@@ -84,7 +84,7 @@ class Supervisor:
         self.on_listening(url)
         ticking = asyncio.create_task(self._tick_for_ever())
         try:
-            await self._scheduler.start(url, self.server.token, self._on_lost)
+            await self._scheduler.start(url, self.server.token, self.lose)
             self.submit(Tick())
             while self._finish is None:
                 self._handle(await self._queue.get())
@@ -96,7 +96,8 @@ class Supervisor:
             await self._scheduler.stop()
             await self.server.stop()
 
-    def _on_lost(self, node: str, reason: str) -> None:
+    def lose(self, node: str, reason: str) -> None:
+        """A node is gone for certain, or is treated so."""
         self.server.forget(node)  # nothing that it still says may arrive after the word that it is gone
         self.submit(NodeLost(node=node, reason=reason))
 

@@ -110,13 +110,13 @@ class SupervisorServer:
         self._sockets[node], self._senders[node] = socket, sender
         try:
             async for frame in socket:
-                if frame.type is not WSMsgType.TEXT:
-                    raise ProtocolError(f"unexpected frame {frame.type}")
-                if node in self._forgotten:
+                if frame.type is not WSMsgType.TEXT or node in self._forgotten:
                     break
                 taken = channel.take(frame.data)
                 if taken is not None:
                     self._supervisor.submit(decode(taken))
+        except ProtocolError as error:
+            self._supervisor.lose(node, f"its agent sent what the protocol does not allow: {error}")
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from orchestrator.errors import FencedError, SupervisorError
+from orchestrator.errors import ConfigError, FencedError, SupervisorError
 from orchestrator.schedulers.local import start_ticks
 
 
@@ -41,9 +41,12 @@ class StateFolder:
         self._lock: IO[bytes] | None = None
 
     def acquire(self) -> None:
-        """Take the lock. Raises FencedError if a supervisor of this job runs on this host already."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (self.path / "lock").open("ab")
+        """Take the lock. Raises FencedError if a supervisor of this job runs on this host already, ConfigError."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("ab")
+        except OSError as error:
+            raise ConfigError(f"the state folder {self.path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

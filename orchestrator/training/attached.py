@@ -6,9 +6,11 @@ the workers and never restarts them. One machine; started by plain python or tor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +34,7 @@ def start(*, store: str, job: str, save_every: int) -> Launch:
         )
     folder = _meeting_folder(world_size)
     if rank == 0:
+        _remove_left_over(folder.parent)
         _start_supervisor(folder, store=store, job=_valid_name(job), save_every=save_every, world_size=world_size)
     pid_path = folder / f"worker-{rank:05d}.pid"
     draft = pid_path.with_suffix(".draft")
@@ -52,6 +55,15 @@ def _meeting_folder(world_size: int) -> Path:
         ]
         name = re.sub(r"[^A-Za-z0-9.-]", "_", f"meet-{os.getppid()}-" + "-".join(parts))
     return private_folder(base, "attached", name)
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Earlier starts whose script and supervisor are both dead have left their memory behind."""
+    for meeting in folder.iterdir():
+        pids = [*meeting.glob("worker-*.pid"), *meeting.glob("supervisor.pid")]
+        with contextlib.suppress(OSError):
+            if pids and not any(Path("/proc", path.read_text()).exists() for path in pids):
+                shutil.rmtree(meeting, ignore_errors=True)
 
 
 def _valid_name(text: str) -> str:
@@ -76,6 +88,7 @@ def _start_supervisor(folder: Path, *, store: str, job: str, save_every: int, wo
         start_new_session=True,
     )
     log.close()
+    (folder / "supervisor.pid").write_text(str(process.pid))
     assert process.stdin is not None
     process.stdin.write(json.dumps(settings).encode())
     process.stdin.close()

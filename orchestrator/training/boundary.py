@@ -32,10 +32,13 @@ class Passing(StrEnum):
 class Boundary:
     """Reads the agent's record at each boundary and keeps to it."""
 
-    def __init__(self, control: ControlBlock, launch: Launch, stage: Stage) -> None:
+    def __init__(
+        self, control: ControlBlock, launch: Launch, stage: Stage, alone: Callable[[], bool] = lambda: False
+    ) -> None:
         self._control = control
         self._launch = launch
         self._stage = stage
+        self._alone = alone
         self._seen = 0
         self._record = Record()
         self._last_ns = 0
@@ -86,7 +89,7 @@ class Boundary:
         """The job's last step is always saved: it is published only once its save is proposed."""
         self._control.set_phase(WorkerPhase.WAITING)
         until = time.monotonic() + FINAL_WAIT_SECONDS
-        while not self._concerns(step) and time.monotonic() < until:
+        while not self._concerns(step) and time.monotonic() < until and not self._alone():
             self._echo(step)
             time.sleep(LOOK_SECONDS)
             self._read()

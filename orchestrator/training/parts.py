@@ -148,11 +148,17 @@ class OptimizerPart:
 
     def _names(self) -> dict[torch.Tensor, str]:
         known = self._parameter_names()
-        return {
-            parameter: known.get(parameter, f"group-{number}-parameter-{place}")
-            for number, group in enumerate(self.optimizer.param_groups)
-            for place, parameter in enumerate(group["params"])
-        }
+        names: dict[torch.Tensor, str] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in known:
+                    raise StateError(
+                        f"{self.name}.{number}.{place}",
+                        f"a parameter of shape {list(parameter.shape)} is of no model that attach was given: "
+                        "it would not be saved; give that model under a keyword of its own",
+                    )
+                names[parameter] = known[parameter]
+        return names
 
     def capture(self, captured: Captured) -> Any:
         """Groups with parameter names in place of parameters, and the state of each parameter that has one."""
@@ -168,7 +174,8 @@ class OptimizerPart:
             for group in self.optimizer.param_groups
         ]
         state = {names[parameter]: dict(entry) for parameter, entry in self.optimizer.state.items()}
-        return captured.add({"groups": groups, "state": state}, self.name, Scope.SHARED)
+        kind = type(self.optimizer).__name__
+        return captured.add({"kind": kind, "groups": groups, "state": state}, self.name, Scope.SHARED)
 
     def targets(self, tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
         """New tensors: a fresh optimizer has none yet."""
@@ -177,6 +184,11 @@ class OptimizerPart:
     def finish(self, tree: Any, filled: Mapping[str, torch.Tensor]) -> None:
         """Set the groups' options and each parameter's state."""
         saved = decode(tree, self.name, filled.__getitem__)
+        if saved["kind"] != type(self.optimizer).__name__:
+            raise StateError(
+                self.name,
+                f"the checkpoint has the state of {saved['kind']}, the script {type(self.optimizer).__name__}",
+            )
         names = self._names()
         now = [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
         then = [group["params"] for group in saved["groups"]]
@@ -214,8 +226,15 @@ class ObjectPart:
         return _new_tensors(tree, index)
 
     def finish(self, tree: Any, filled: Mapping[str, torch.Tensor]) -> None:
-        """`load_state_dict` of the saved value."""
-        self._value.load_state_dict(decode(tree, self._path, filled.__getitem__))
+        """`load_state_dict` of the saved value. A learning-rate schedule of another kind would take it silently."""
+        saved = decode(tree, self._path, filled.__getitem__)
+        if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
+            other = sorted(set(saved) ^ set(self._value.state_dict()))
+            if other:
+                raise StateError(
+                    self.name, f"the checkpoint is of another kind than {type(self._value).__name__}: {other} differ"
+                )
+        self._value.load_state_dict(saved)
 
 
 def _is_tensor(value: Any) -> bool:

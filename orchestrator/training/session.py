@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
 from orchestrator.checkpoint.layout import Scope
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
-from orchestrator.errors import ConfigError, FormatError, NotFoundError, Preempted, RefusedError
+from orchestrator.errors import ConfigError, FormatError, NotFoundError, Preempted, RefusedError, SupervisorError
 from orchestrator.preemption.process import record_signals
 from orchestrator.storage.peers import PeerStore
 from orchestrator.training import attached, loaders
@@ -30,6 +30,7 @@ from orchestrator.training.saved_state import SavedState
 
 LEAVE_SECONDS_MAX = 3600.0
 REFORM_WAIT_SECONDS = 60.0
+_attached_pid = 0
 
 
 def attach(
@@ -55,6 +56,9 @@ def attach(
     Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError.
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, **others}
+    _only_once()
+    if type(save_every) is not int or save_every < 0:
+        raise ConfigError(f"attach(save_every={save_every!r}): a whole number of steps, 0 for none")
     launch_path = os.environ.get(LAUNCH_VARIABLE)
     if launch_path is None:
         script = Path(sys.argv[0])
@@ -62,6 +66,14 @@ def attach(
     else:
         launch = Launch.read(Path(launch_path))
     return Run(launch, {name: value for name, value in given.items() if value is not None}, accept)
+
+
+def _only_once() -> None:
+    """Two readers of one control block would both stage. Raises ConfigError."""
+    global _attached_pid  # noqa: PLW0603 (once for each process is the point)
+    if _attached_pid == os.getpid():
+        raise ConfigError("orchestrator.attach() was called before in this process: call it once, with everything")
+    _attached_pid = os.getpid()
 
 
 class Run:
@@ -91,7 +103,7 @@ class Run:
             raise
         finally:
             store.close()
-        self._boundary = Boundary(self._control, launch, self._state.stage)
+        self._boundary = Boundary(self._control, launch, self._state.stage, self._alone)
         _warn_about_buckets(given.get("model"), launch)
 
     def _refuse_world_size(self) -> None:
@@ -147,6 +159,8 @@ class Run:
 
         One turn of the loop is one optimizer step. The state after step `until` is saved before the loop ends.
         """
+        if type(until) is not int:
+            raise ConfigError(f"run.steps(until={until!r}): the number of steps is a whole number")
         self._begin(until)
         while self.step < until:
             yield self.step
@@ -197,11 +211,29 @@ class Run:
             raise
         if passing is Passing.LEAVE:
             self._leave()
+        elif final and self._launch.attached:
+            self._await_last_commit(passing)
         elif self._launch.attached and self._control.signal and self._alone():
             raise Preempted(f"left on a signal at step {step}, without a new checkpoint: the supervisor has ended")
 
+    def _await_last_commit(self, passing: Passing) -> None:
+        """Attached mode: the script's exit status shall tell the truth about its last step, so wait for its index."""
+        until = time.monotonic() + LEAVE_SECONDS_MAX
+        while passing is Passing.STAGED and time.monotonic() < until and not self._alone():
+            outcome, of_step = self._control.outcome()
+            if of_step == self.step and outcome is LeaveOutcome.COMMITTED:
+                return
+            if of_step == self.step and outcome is LeaveOutcome.ABANDONED:
+                break
+            time.sleep(0.01)
+        raise SupervisorError(
+            f"the state after the last step {self.step} was not saved; the checkpoint before it stays"
+        )
+
     def _alone(self) -> bool:
         """Attached mode: whether nobody is there any more to save and to say when to leave."""
+        if not self._launch.attached:
+            return False
         released = self._control.outcome()[0] is LeaveOutcome.RELEASED
         return released or not Path(f"/proc/{self._launch.agent_pid}").exists()
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import crc32c
 import pytest
+from pydantic import BaseModel
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.values import DEPTH_MAX, INT_BITS_MAX
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 KEY = "checkpoints/g00000001-s0000000002/index.json"
 
 
@@ -197,7 +201,6 @@ def test_an_index_is_read_back() -> None:
     index = fmt.build_index(two())
     assert fmt.load_index(KEY, fmt.dump(index)) == index
     assert index.id == CheckpointId(generation=1, step=2)
-    assert index.shard(1).rank == 1
 
 
 def test_an_abandoned_index_is_read_back() -> None:
@@ -343,3 +346,41 @@ def test_base_records_come_back(generation: int | None, step: int | None, expect
     """Step 0 counts: it is a checkpoint, not the absence of one."""
     record = fmt.BaseRecord(version=1, generation=4, checkpoint_generation=generation, checkpoint_step=step)
     assert fmt.load(fmt.BaseRecord, "base", fmt.dump(record)).id == expected
+
+
+# -------------------------------------------------------------------------------------------------- the document
+
+
+RECORDS = (
+    fmt.Chunk,
+    fmt.ShardTensor,
+    fmt.TensorRecord,
+    fmt.ShardRecord,
+    fmt.Gate,
+    fmt.Receipt,
+    fmt.Index,
+    fmt.AbandonedIndex,
+    fmt.GenerationRecord,
+    fmt.BaseRecord,
+    fmt.EndRecord,
+)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_every_field_is_written_down(record: type[BaseModel]) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert [name for name in record.model_fields if f"`{name}`" not in text] == []
+
+
+def test_what_is_written_down_is_true() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert f"version {fmt.FORMAT_VERSION}" in text.splitlines()[0]
+    checkpoint = CheckpointId(generation=6, step=1200)
+    for key in (fmt.generation_key(6), fmt.base_key(6), fmt.end_key(6), f"checkpoints/{checkpoint}/"):
+        assert key in text
+    for key in (fmt.shard_key(checkpoint, 3, 8), fmt.receipt_key(checkpoint, 3, 8), fmt.index_key(checkpoint)):
+        assert key.rpartition("/")[2] in text
+    dtypes = text.partition("Dtypes: ")[2].partition(".")[0].replace("\n", " ")
+    assert set(dtypes.split(", ")) == set(fmt.DTYPE_BYTES)
+    assert f"more than {DEPTH_MAX} deep" in text
+    assert f"above {INT_BITS_MAX} bits" in text

@@ -177,3 +177,6 @@ def test_windows_of_neighbouring_ranges_are_joined(saved: tuple[MemoryStore, fmt
     counting = CountingStore(store)
     list(verified_windows(counting, index, shard, list(itertools.pairwise(edges))))
     assert len(counting.reads) == -(-shard.size_bytes // WINDOW_BYTES)
+    counting.reads.clear()
+    list(verified_windows(counting, index, shard, [(0, fmt.BLOCK_BYTES), (fmt.BLOCK_BYTES, 2 * fmt.BLOCK_BYTES)]))
+    assert len(counting.reads) == 1

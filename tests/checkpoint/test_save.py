@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint import save as saving
 from orchestrator.checkpoint.save import (
     abandon,
     commit,
@@ -303,14 +304,14 @@ def test_receipts_of_an_unknown_version_are_named(tmp_path: Path) -> None:
 
 
 def test_records_of_an_absurd_size_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "RECORD_BYTES_MAX", 100)
+    monkeypatch.setattr(saving, "LARGE_BYTES_MAX", 100)
     store = CountingStore(MemoryStore())
     checkpoint = upload_all(store, tmp_path, SMALL)
     store.create(fmt.index_key(checkpoint), [b" " * 101])
     store.reads.clear()
-    with pytest.raises(FormatError, match="larger than 100 bytes"):
+    with pytest.raises(FormatError, match="is larger than 100"):
         read_index(store, checkpoint)
-    with pytest.raises(FormatError, match="larger than 100 bytes"):
+    with pytest.raises(FormatError, match="is larger than 100"):
         read_receipts(store, checkpoint)
     assert store.reads == []
 

@@ -152,6 +152,16 @@ def test_records_come_through_exactly(control: ControlBlock, worker: ControlBloc
         assert worker.record_selector == worker.selector
 
 
+def test_a_record_is_written_beside_the_published_one(control: ControlBlock) -> None:
+    """A worker that reads while the agent writes finds the old record whole."""
+    for ballot in range(1, 5):
+        control.write_record(Record(ballot=ballot, proposed_step=ballot))
+        start, stop = cell_range(control, control.selector)
+        published = bytes(control._memory[start:stop])
+        control.write_record(Record(ballot=ballot, decided_step=ballot, absent=(0,)))
+        assert bytes(control._memory[start:stop]) == published
+
+
 def test_a_torn_cell_leaves_the_record_before_it(control: ControlBlock, worker: ControlBlock) -> None:
     """Every single byte of the cell counts: whichever is not there yet, the worker keeps to what it knew."""
     old, new = Record(ballot=1, proposed_step=10), Record(ballot=2, proposed_step=20, absent=(8,))

@@ -222,7 +222,9 @@ class Model:
         )
         self.step_seconds = draw.choice([0.02, 0.1, 0.4])
         self.delay_seconds = draw.choice([0.005, 0.05, 0.2])
-        self.decision_wait_seconds = draw.choice([0.2, 1.0]) + 4 * self.delay_seconds if self.synchronous else draw.choice([0.5, 10.0])
+        self.decision_wait_seconds = (
+            draw.choice([0.2, 1.0]) + 4 * self.delay_seconds if self.synchronous else draw.choice([0.5, 10.0])
+        )
         self.job = new_job(self.spec, 0.0)
         self.store = Store()
         self.agents: dict[str, Agent] = {}

@@ -2,13 +2,14 @@
 
 Options are environment variables, so that the same command line runs everywhere:
 STEPS, STEP_SECONDS, FIRST_STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults),
-LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved).
+LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved), CHILD (seconds that a child process sleeps).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def main() -> None:
     data = TensorDataset(torch.randn(4096, 16), torch.randn(4096, 1))
     sampler = orchestrator.ResumableSampler(len(data), global_batch=16, micro_batch=4, seed=3)
     others = {"odd": Odd()} if "ODD" in os.environ else {}
+    if "CHILD" in os.environ:
+        subprocess.Popen(["sleep", os.environ["CHILD"]])
     if "FAULT" in os.environ:
         faults.parse(os.environ["FAULT"]).kill(once=Path(os.environ["FAULT_MARKER"]))
     run = orchestrator.attach(

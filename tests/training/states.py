@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def launch(
         slot_paths=(folder / f"{name}.slot-0", folder / f"{name}.slot-1"),
         objects_url="http://127.0.0.1:1",
         token="token",
+        agent_pid=os.getpid(),
         attached=False,
     ).model_copy(update=others)
 

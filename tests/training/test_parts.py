@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR, AveragedModel
 
@@ -289,20 +291,37 @@ def test_two_models_whose_parameters_have_the_same_names_are_kept_apart(store: M
         assert torch.equal(again["optimizer"].state[after]["momentum_buffer"], one)
 
 
-def test_parameters_of_no_model_have_names_by_place(store: MemoryStore, tmp_path: Path) -> None:
-    def build() -> dict[str, Any]:
-        model, loose = nn.Linear(2, 2), nn.Parameter(torch.zeros(3))
-        optimizer = optim.SGD([{"params": list(model.parameters())}, {"params": [loose]}], lr=0.1, momentum=0.9)
-        return {"model": model, "optimizer": optimizer}
+def test_parameters_of_no_model_are_refused() -> None:
+    """Their values would not be saved: after a restart they would begin anew, with the old moments."""
+    model, loose = nn.Linear(2, 2), nn.Parameter(torch.zeros(3))
+    optimizer = optim.SGD([{"params": list(model.parameters())}, {"params": [loose]}], lr=0.1)
+    part = OptimizerPart("optimizer", optimizer, lambda: name_parameters([ModelPart("model", model)]))
+    with pytest.raises(StateError, match="of no model that attach was given") as caught:
+        part.capture(Captured())
+    assert caught.value.path == "optimizer.1.0"
 
-    given = build()
-    loose = given["optimizer"].param_groups[1]["params"][0]
-    given["optimizer"].state[loose] = {"momentum_buffer": torch.arange(3.0)}
-    checkpoint = save_one(store, tmp_path, 1, **given)
-    again = build()
-    restore_one(store, tmp_path, checkpoint, **again)
-    restored = again["optimizer"].param_groups[1]["params"][0]
-    assert torch.equal(again["optimizer"].state[restored]["momentum_buffer"], torch.arange(3.0))
+
+def test_an_optimizer_of_another_kind_is_refused(store: MemoryStore, tmp_path: Path) -> None:
+    def build(kind: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": kind(model.parameters(), lr=0.1)}
+
+    checkpoint = save_one(store, tmp_path, 1, **build(optim.Adam))
+    with pytest.raises(StateError, match="the state of Adam, the script"):
+        restore_one(store, tmp_path, checkpoint, **build(optim.SGD))
+
+
+def test_a_schedule_of_another_kind_is_refused(store: MemoryStore, tmp_path: Path) -> None:
+    def build(cosine: bool) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        schedules = optim.lr_scheduler
+        made = schedules.CosineAnnealingLR(optimizer, 10) if cosine else schedules.ExponentialLR(optimizer, 0.9)
+        return {"model": model, "optimizer": optimizer, "scheduler": made}
+
+    checkpoint = save_one(store, tmp_path, 1, **build(cosine=False))
+    with pytest.raises(StateError, match="of another kind than CosineAnnealingLR"):
+        restore_one(store, tmp_path, checkpoint, **build(cosine=True))
 
 
 @pytest.mark.parametrize("key", ["global step", nn.Parameter(torch.zeros(1))], ids=["text", "stray parameter"])
@@ -623,6 +642,37 @@ def test_a_value_where_the_model_has_a_tensor_is_named(store: MemoryStore, tmp_p
     with pytest.raises(StateError, match="something else in the checkpoint") as caught:
         restore_one(store, tmp_path, checkpoint, model=Either("tensor"))
     assert caught.value.path == "model.x"
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A real group of one rank."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_model_in_ddp_is_saved_as_itself(store: MemoryStore, tmp_path: Path) -> None:
+    """F57: names do not depend on the wrapper; what was trained in DDP goes on without it, and the other way."""
+
+    def build(wrapped: bool) -> dict[str, Any]:
+        model: nn.Module = make_model()
+        model = DistributedDataParallel(model) if wrapped else model
+        return {"model": model, "optimizer": optim.Adam(groups(model), lr=0.01)}
+
+    given = build(True)
+    train_step(given["model"], given["optimizer"])
+    checkpoint = save_one(store, tmp_path, 1, **given)
+    names = set(read_committed(store, checkpoint).tensors)
+    assert "model.0.weight" in names
+    assert "optimizer.state.0.weight.exp_avg" in names
+    for wrapped in (False, True):
+        again = build(wrapped)
+        restore_one(store, tmp_path, checkpoint, **again)
+        for one, other in zip(given["model"].parameters(), again["model"].parameters(), strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(given["optimizer"].state[one]["exp_avg"], again["optimizer"].state[other]["exp_avg"])
 
 
 def test_a_lazy_model_is_refused_by_name() -> None:

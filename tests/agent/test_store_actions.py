@@ -1,0 +1,263 @@
+"""What an agent does on the store: each action ends in one event, errors of the store included; uploads and slots."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator import telemetry
+from orchestrator.agent.actions import StoreActions
+from orchestrator.agent.uploads import Uploads
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.generations import read_end
+from orchestrator.checkpoint.save import commit, read_index
+from orchestrator.clock import SystemClock
+from orchestrator.core.messages import (
+    Abandon,
+    CheckpointId,
+    Commit,
+    EndRecorded,
+    GenerationOpened,
+    GenerationRefused,
+    IndexDecided,
+    IndexFailed,
+    OpenGeneration,
+    Outcome,
+    RecordEnd,
+    Refusal,
+)
+from orchestrator.errors import FormatError, StoreError
+from orchestrator.storage.base import Piece
+from orchestrator.storage.memory import MemoryStore
+from tests.agent.settings import settings_in
+from tests.checkpoint.shards import checkpoint_id, place, stage, upload_all
+from tests.checkpoint.stores import replace
+
+SMALL = {"w": torch.arange(30, dtype=torch.float32)}
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def actions_of(store: MemoryStore, folder: Path, **settings: Any) -> StoreActions:
+    return StoreActions(settings_in(folder, **settings), store, SystemClock())
+
+
+def opening(own: int | None = None, avoid: tuple[CheckpointId, ...] = ()) -> OpenGeneration:
+    return OpenGeneration(node="node-1", own=own, avoid=avoid)
+
+
+def committing(checkpoint: CheckpointId) -> Commit:
+    return Commit(node="node-1", generation=checkpoint.generation, step=checkpoint.step)
+
+
+def abandoning(checkpoint: CheckpointId) -> Abandon:
+    return Abandon(node="node-1", generation=checkpoint.generation, step=checkpoint.step, reason="torn")
+
+
+class Broken(MemoryStore):
+    """A store that does nothing any more."""
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        raise StoreError(key, "out of order")
+
+    def entries(self, prefix: str) -> Iterator[Any]:
+        raise StoreError(prefix, "out of order")
+
+
+# --------------------------------------------------------------------------------------------- generations, index
+
+
+async def test_opening_tells_base_and_meeting_place(store: MemoryStore, tmp_path: Path) -> None:
+    actions = actions_of(store, tmp_path)
+    opened = await actions.open_generation(opening())
+    assert isinstance(opened, GenerationOpened)
+    assert (opened.generation, opened.base, opened.rolled_forward) == (1, None, 0)
+    assert 0 < opened.meeting_port < 65536
+    checkpoint = upload_all(store, tmp_path, SMALL)
+    opened = await actions.open_generation(opening(own=1))
+    assert isinstance(opened, GenerationOpened)
+    assert (opened.generation, opened.base, opened.rolled_forward) == (2, checkpoint, 1)
+
+
+@pytest.mark.parametrize(("outcome", "refusal"), [(Outcome.DONE, Refusal.DONE), (Outcome.CANCELLED, Refusal.CANCELLED)])
+async def test_a_job_that_is_over_says_how(
+    store: MemoryStore, tmp_path: Path, outcome: Outcome, refusal: Refusal
+) -> None:
+    actions = actions_of(store, tmp_path)
+    await actions.open_generation(opening())
+    ended = await actions.record_end(RecordEnd(node="node-1", outcome=outcome, reason="why"))
+    assert ended == EndRecorded(node="node-1")
+    end = read_end(store, 1)
+    assert end is not None
+    assert end.outcome is outcome
+    refused = await actions.open_generation(opening())
+    assert isinstance(refused, GenerationRefused)
+    assert refused.refusal is refusal
+    assert "why" in refused.reason
+
+
+async def test_a_fenced_agent_says_so(store: MemoryStore, tmp_path: Path) -> None:
+    await actions_of(store, tmp_path).open_generation(opening())
+    refused = await actions_of(store, tmp_path, owner="stranger", claimant="other").open_generation(opening())
+    assert isinstance(refused, GenerationRefused)
+    assert refused.refusal is Refusal.FENCED
+
+
+async def test_nothing_readable_is_told_from_a_store_that_fails(store: MemoryStore, tmp_path: Path) -> None:
+    checkpoint = upload_all(store, tmp_path, SMALL)
+    commit(store, checkpoint)
+    actions = actions_of(store, tmp_path)
+    replace(store, fmt.index_key(checkpoint), b"{")
+    replace(
+        store,
+        fmt.generation_key(1),
+        fmt.dump(
+            fmt.GenerationRecord(
+                version=1, job="job", generation=1, owner="owner", claimant="claimant", wall_seconds=1.0
+            )
+        ),
+    )
+    refused = await actions.open_generation(opening(own=1))
+    assert isinstance(refused, GenerationRefused)
+    assert refused.refusal is Refusal.FORMAT
+    refused = await actions_of(Broken(), tmp_path).open_generation(opening())
+    assert isinstance(refused, GenerationRefused)
+    assert refused.refusal is Refusal.STORE
+    assert "out of order" in refused.reason
+
+
+async def test_commit_and_abandon_report_who_won(store: MemoryStore, tmp_path: Path) -> None:
+    actions = actions_of(store, tmp_path)
+    first, second = checkpoint_id(1, 10), checkpoint_id(1, 20)
+    upload_all(store, tmp_path, SMALL, checkpoint=first)
+    upload_all(store, tmp_path, SMALL, checkpoint=second)
+    found = [
+        await actions.commit(committing(first)),
+        await actions.abandon(abandoning(first)),
+        await actions.abandon(abandoning(second)),
+        await actions.commit(committing(second)),
+    ]
+    assert [event.committed for event in found if isinstance(event, IndexDecided)] == [True, True, False, False]
+
+
+async def test_what_cannot_be_committed_is_reported_with_its_reason(store: MemoryStore, tmp_path: Path) -> None:
+    """F26, F76: a failed save is an event, never a crash."""
+    checkpoint = upload_all(store, tmp_path, SMALL, world_size=3, without=(1,))
+    event = await actions_of(store, tmp_path).commit(committing(checkpoint))
+    assert isinstance(event, IndexFailed)
+    assert "ranks [1] are missing" in event.reason
+    assert read_index(store, checkpoint) is None
+    replace(store, fmt.receipt_key(checkpoint, 0, 3), b"{")
+    event = await actions_of(store, tmp_path).commit(committing(checkpoint))
+    assert isinstance(event, IndexFailed)
+
+
+async def test_an_end_that_cannot_be_recorded_is_reported(tmp_path: Path) -> None:
+    recording = RecordEnd(node="node-1", outcome=Outcome.DONE, reason="why")
+    event = await actions_of(Broken(), tmp_path).record_end(recording)
+    assert event.reason is not None
+    assert "out of order" in event.reason
+
+
+# ------------------------------------------------------------------------------------------------------- uploads
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> tuple[Path, int]:
+    """A staged shard in a slot that is larger than it, and the shard's size."""
+    data = stage(tmp_path, SMALL)
+    path = tmp_path / "slot"
+    path.write_bytes(data + b"what an earlier, larger shard left")
+    return path, len(data)
+
+
+async def test_an_upload_takes_the_shard_and_no_byte_more(store: MemoryStore, slot: tuple[Path, int]) -> None:
+    uploads = Uploads(store, 1)
+    try:
+        assert await uploads.start(place(), *slot, lambda: True) >= 0
+    finally:
+        uploads.close()
+    assert store.size(place().shard_key) == slot[1]
+    assert commit(store, place().checkpoint)
+
+
+class Slow(MemoryStore):
+    """Waits in `create` until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        self.begun.set()
+        assert self.go_on.wait(10)
+        super().create(key, pieces)
+
+
+async def test_a_slot_counts_as_being_read_from_start_to_end(slot: tuple[Path, int]) -> None:
+    """It must not be freed before the last byte is out."""
+    store = Slow()
+    uploads = Uploads(store, 1)
+    try:
+        upload = uploads.start(place(), *slot, lambda: True)
+        assert uploads.reading(slot[0])
+        await asyncio.to_thread(store.begun.wait, 10)
+        assert uploads.reading(slot[0])
+        assert not uploads.reading(slot[0].with_name("another"))
+        store.go_on.set()
+        await upload
+        await asyncio.sleep(0)
+        assert not uploads.reading(slot[0])
+    finally:
+        store.go_on.set()
+        uploads.close()
+
+
+async def test_a_slot_that_was_used_again_meanwhile_gets_no_receipt(store: MemoryStore, slot: tuple[Path, int]) -> None:
+    """F108: what was read may be two steps' bytes; without a receipt it is never committed."""
+    uploads = Uploads(store, 1)
+    try:
+        with pytest.raises(StoreError, match="no receipt"):
+            await uploads.start(place(), *slot, lambda: False)
+        await asyncio.sleep(0)
+        assert not uploads.reading(slot[0])
+    finally:
+        uploads.close()
+    assert not any(entry.key.endswith(".json") for entry in store.entries(""))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short"], ids=["missing", "empty", "short"])
+async def test_a_slot_that_is_not_what_it_should_be_is_an_error_of_the_upload(
+    store: MemoryStore, tmp_path: Path, content: bytes | None
+) -> None:
+    """The node's memory went with the node: the save fails, the agent does not."""
+    path = tmp_path / "slot"
+    if content is not None:
+        path.write_bytes(content)
+    uploads = Uploads(store, 1)
+    try:
+        with pytest.raises((FormatError, FileNotFoundError)):
+            await uploads.start(place(), path, 8192, lambda: True)
+    finally:
+        uploads.close()
+
+
+async def test_the_named_points_of_an_upload_come_in_order(store: MemoryStore, slot: tuple[Path, int]) -> None:
+    seen: list[tuple[str, int]] = []
+    telemetry.set_point_hook(lambda point, where: seen.append((point, len(list(store.entries(""))))))
+    uploads = Uploads(store, 1)
+    try:
+        await uploads.start(place(), *slot, lambda: True)
+    finally:
+        uploads.close()
+        telemetry.set_point_hook(None)
+    assert seen == [("before-shard-upload", 0), ("after-shard-upload", 1), ("after-receipt", 2)]
