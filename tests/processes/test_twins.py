@@ -27,7 +27,7 @@ def command(tmp_path: Path, staging: str, nodes: str = "1") -> list[str]:
 
 
 async def test_a_fenced_twin_does_no_harm(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F93, F94: another owner starts the same job on the same machine: it ends with 3, the first one notices nothing."""
+    """F93, F94: another owner starts the same job on the same machine: it ends with 3, no harm done."""
     monkeypatch.setenv("STEP_SECONDS", "0.1")
     status: list[int] = []
 
@@ -48,7 +48,7 @@ async def test_a_fenced_twin_does_no_harm(tmp_path: Path, staging: str, monkeypa
 
 
 async def test_a_store_that_went_away_is_no_fresh_start(tmp_path: Path, staging: str) -> None:
-    """The folder is renamed and a node is lost: the job waits for its store instead of beginning at step 0 in a new one."""
+    """The folder is renamed and a node is lost: the job waits for its store, it does not begin anew."""
     store, away = tmp_path / "store" / "small", tmp_path / "away"
 
     async def scenario(supervisor: Supervisor) -> None:
