@@ -219,11 +219,12 @@ class Run:
     def _await_last_commit(self, passing: Passing) -> None:
         """Attached mode: the script's exit status shall tell the truth about its last step, so wait for its index."""
         until = time.monotonic() + LEAVE_SECONDS_MAX
-        while passing is Passing.STAGED and time.monotonic() < until and not self._alone():
+        while passing is Passing.STAGED and time.monotonic() < until:
+            alone = self._alone()  # asked first: what the agent said before it ended still counts
             outcome, of_step = self._control.outcome()
             if of_step == self.step and outcome is LeaveOutcome.COMMITTED:
                 return
-            if of_step == self.step and outcome is LeaveOutcome.ABANDONED:
+            if alone or (of_step == self.step and outcome is LeaveOutcome.ABANDONED):
                 break
             time.sleep(0.01)
         raise SupervisorError(
@@ -242,11 +243,13 @@ class Run:
         self._control.set_phase(WorkerPhase.LEFT)
         until = time.monotonic() + LEAVE_SECONDS_MAX
         while time.monotonic() < until:
+            alone = self._alone()
             outcome, of_step = self._control.outcome()
             settled = outcome is not LeaveOutcome.NONE and of_step == self.step  # not an earlier step's
-            if self._launch.attached and (settled or self._alone()):
-                word = {LeaveOutcome.COMMITTED: "committed", LeaveOutcome.ABANDONED: "not committed"}
-                raise Preempted(f"left at step {self.step}: its checkpoint is {word.get(outcome, 'left to the agent')}")
+            if self._launch.attached and (settled or alone):
+                words = {LeaveOutcome.COMMITTED: "committed", LeaveOutcome.ABANDONED: "not committed"}
+                word = words.get(outcome, "left to the agent") if settled else "left to the agent"
+                raise Preempted(f"left at step {self.step}: its checkpoint is {word}")
             time.sleep(0.01)
         raise Preempted(f"left at step {self.step}: nobody ended this process within {LEAVE_SECONDS_MAX:.0f} s")
 

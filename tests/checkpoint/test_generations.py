@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace as changed
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,10 +26,10 @@ from orchestrator.checkpoint.generations import (
 from orchestrator.checkpoint.save import abandon, read_index
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import FencedError, FormatError, StoreError, VersionError
-from orchestrator.storage.base import ObjectStore, Piece
+from orchestrator.storage.base import Entry, ObjectStore, Piece
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.shards import checkpoint_id, place, save, stage, upload, upload_all
-from tests.checkpoint.stores import at_once, new_store, replace
+from tests.checkpoint.stores import CountingStore, at_once, new_store, replace
 
 SMALL = {"w": torch.arange(30, dtype=torch.float32)}
 ME = Claimant(job="job", owner="owner", claimant="process-1", take_over=False)
@@ -83,11 +85,41 @@ def test_of_many_claims_at_once_each_number_is_opened_once(kind: str, tmp_path: 
     for turn in range(6):
         store = new_store(kind, tmp_path / str(turn))
         start(store)
-        answers = at_once([lambda store=store: start(store, own=1) for _ in range(16)])
+        answers = at_once([partial(start, store, own=1)] * 16)
         numbers = [answer.generation for answer in answers if isinstance(answer, Opened)]
         assert len(numbers) == len(set(numbers)) >= 1
         assert all(isinstance(answer, Opened | StoreError | FencedError) for answer in answers)
         assert all(base_of(store, number) is None for number in numbers)
+
+
+class ListsTogether(CountingStore):
+    """Nobody goes on from the first listing of the claims before all have listed them."""
+
+    def __init__(self, inner: ObjectStore, parties: int) -> None:
+        super().__init__(inner)
+        self._barrier = threading.Barrier(parties)
+        self._listed = threading.local()
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        found = super().entries(prefix)
+        if prefix == "generations/" and not getattr(self._listed, "before", False):
+            self._listed.before = True
+            self._barrier.wait(10)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_of_sixteen_claims_of_one_number_exactly_one_wins(kind: str, tmp_path: Path) -> None:
+    """F93, F94: sixteen processes that all see generation 1 as the highest; the store lets one of them through."""
+    for turn in range(4):
+        inner = new_store(kind, tmp_path / str(turn))
+        start(inner)
+        store = ListsTogether(inner, 16)
+        answers = at_once([partial(start, store, changed(ME, claimant=f"racer-{one}")) for one in range(16)])
+        assert [answer.generation for answer in answers if isinstance(answer, Opened)] == [2]
+        assert sum(isinstance(answer, FencedError) for answer in answers) == 15
+        assert set(read_generations(inner)) == {1, 2}
+        assert base_of(inner, 2) is None
 
 
 def test_starters_at_once_each_get_their_own_number_or_are_fenced(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Options are environment variables, so that the same command line runs everywhere:
 STEPS, STEP_SECONDS, FIRST_STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults),
-LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved), CHILD (seconds that a child process sleeps).
+LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved), CHILD (seconds that a child process sleeps),
+SAVE_AT (a step that asks for a save).
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        if step + 1 == int(os.environ.get("SAVE_AT", "0")):
+            run.save()
         if "LOG" in os.environ:
             line = {"step": step + 1, "generation": run.generation, "lr": scheduler.get_last_lr(), "pid": os.getpid()}
             folder = Path(os.environ["LOG"])

@@ -179,6 +179,18 @@ def _runs_with(supervisor: Supervisor, world_size: int) -> bool:
     return job.phase is Phase.RUNNING and job.gang is not None and job.gang.world_size == world_size
 
 
+async def test_the_script_asks_for_a_save(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F14: without any source of notices and without periodic saves, `run.save()` and the last step are saved."""
+    monkeypatch.setenv("SAVE_AT", "7")
+    monkeypatch.setenv("STEPS", "60")
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+    result = await run_job(tmp_path, nodes="1", staging=staging, save_every=0)
+    assert result.finish.exit_code == 0, result.output()
+    first, last = result.kinds("committed")
+    assert 7 < (first.step or 0) < 60
+    assert last.step == 60
+
+
 async def test_drain_and_resume(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
     """Drain saves first, then ends with 75; the same run resumes and ends the same (F79: also the very first start)."""
 

@@ -86,6 +86,7 @@ class Stage:
         agent = OneAgent(place=place, store=self.store, **options)
         self.agents.append(agent)
         self.time.while_waiting = agent.look
+        self._patch.setattr(session, "_attached_pid", 0)  # the next generation's worker is a process of its own
         path = self.folder / "launch.json"
         place.write(path)
         self._patch.setenv(LAUNCH_VARIABLE, str(path))
@@ -118,7 +119,6 @@ class Script:
         self.loader: Iterator[Any] = iter(())
 
     def attach(self, **options: Any) -> Run:
-        session._attached_pid = 0  # as in a process of its own
         return attach(
             model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, data=self.sampler, **options
         )
@@ -477,6 +477,30 @@ def test_a_step_reported_twice_is_an_error(stage: Stage) -> None:
         run.after_step(1)
 
 
+def test_a_process_attaches_once(stage: Stage) -> None:
+    """Two readers of one control block would both stage."""
+    stage.agent()
+    script = Script()
+    script.attach()
+    with pytest.raises(ConfigError, match="called before in this process"):
+        script.attach()
+
+
+@pytest.mark.parametrize("until", [True, 3.0, "3", None])
+def test_the_number_of_steps_is_a_whole_number(stage: Stage, until: Any) -> None:
+    stage.agent()
+    with pytest.raises(ConfigError, match="whole number"):
+        next(Script().attach().steps(until=until))
+
+
+def test_the_sampler_is_given_as_data(stage: Stage) -> None:
+    """Under any other name it would be saved, and never moved on."""
+    stage.agent()
+    script = Script()
+    with pytest.raises(ConfigError, match="as data="):
+        attach(model=script.model, sampler=script.sampler)
+
+
 def test_the_loop_is_entered_once(stage: Stage) -> None:
     stage.agent()
     run = Script().attach()
@@ -554,10 +578,49 @@ def test_attached_a_worker_does_not_wait_for_an_agent_that_is_gone(stage: Stage)
     """F100."""
     agent, run, script = leaving(stage, attached=True, commits=False)
     run._launch = run._launch.model_copy(update={"agent_pid": 1 << 30})
+    agent.control.set_outcome(LeaveOutcome.COMMITTED, 2)  # an earlier step's: it says nothing of this one
     with pytest.raises(Preempted, match="left to the agent"):
         script.run(run, 10)
     assert stage.time.now < 1100
     assert agent.committed == []
+
+
+def test_attached_the_loop_ends_when_its_last_step_is_committed(stage: Stage) -> None:
+    """The script's exit status must not say "done" while the upload may still fail."""
+    agent = stage.agent(attached=True, until=4)
+    script = Script()
+    script.run(script.attach(), 4)
+    assert agent.committed == [4]
+    assert phase(agent) is WorkerPhase.FINISHED
+
+
+def test_attached_a_last_step_that_is_abandoned_is_an_error(stage: Stage) -> None:
+    agent = stage.agent(attached=True, until=4, commits=False)
+    agent.control.set_outcome(LeaveOutcome.COMMITTED, 3)
+
+    def look() -> None:
+        agent.look()
+        if agent.control.slot(0).step == 4:
+            agent.control.set_outcome(LeaveOutcome.ABANDONED, 4)
+
+    stage.time.while_waiting = look
+    script = Script()
+    with pytest.raises(SupervisorError, match="the last step 4 was not saved"):
+        script.run(script.attach(), 4)
+
+
+def test_attached_a_commit_counts_although_the_agent_ended_right_after_it(stage: Stage) -> None:
+    agent = stage.agent(attached=True, until=4)
+    script = Script()
+    run = script.attach()
+
+    def look() -> None:
+        agent.look()
+        if agent.committed:
+            run._launch = run._launch.model_copy(update={"agent_pid": 1 << 30})
+
+    stage.time.while_waiting = look
+    assert len(script.run(run, 4)) == 4
 
 
 def test_under_a_supervisor_the_worker_waits_to_be_ended(stage: Stage) -> None:
