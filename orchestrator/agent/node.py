@@ -26,7 +26,7 @@ from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.objects import object_routes, token_middleware
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.uploads import Uploads
-from orchestrator.agent.wire import Channel, decode
+from orchestrator.agent.wire import Channel, decode_action
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.save import ShardPlace
@@ -222,7 +222,7 @@ class Agent:
         if frame.get("type") == "dismiss":
             self._over.set()
             return
-        self._on_action(decode(frame))
+        self._on_action(decode_action(frame))
 
     def _on_action(self, action: Any) -> None:
         match action:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, get_args
@@ -21,7 +22,9 @@ from orchestrator.errors import ProtocolError
 
 FRAME_BYTES_MAX = 16 << 20
 UNACKNOWLEDGED_MAX = 100_000
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in (*get_args(messages.Event), *get_args(messages.Action))}
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(messages.Event)}
+_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in get_args(messages.Action)}
+_TYPES = {**_EVENTS, **_ACTIONS}
 
 
 @lru_cache(maxsize=len(_TYPES))
@@ -34,11 +37,22 @@ def encode(message: Any) -> dict[str, Any]:
     return {"type": type(message).__name__, "body": asdict(message)}
 
 
-def decode(frame: Any) -> Any:
-    """The message of a JSON object. Raises ProtocolError for anything that is not one."""
+def decode_event(frame: Any) -> messages.Event:
+    """What an agent says to its supervisor. Raises ProtocolError for anything else, an action included."""
+    event: messages.Event = _decode(frame, _EVENTS)
+    return event
+
+
+def decode_action(frame: Any) -> messages.Action:
+    """What a supervisor says to an agent. Raises ProtocolError for anything else, an event included."""
+    action: messages.Action = _decode(frame, _ACTIONS)
+    return action
+
+
+def _decode(frame: Any, types: Mapping[str, type]) -> Any:
     try:
         name = frame["type"]
-        if name not in _TYPES:
+        if name not in types:
             raise ProtocolError(f"unknown message type {name!r}")
         return _adapter(name).validate_python(frame["body"])
     except (KeyError, TypeError, ValidationError) as error:

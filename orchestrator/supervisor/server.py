@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from orchestrator.agent.client import send_frames
 from orchestrator.agent.objects import token_middleware
-from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel, decode
+from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel, decode_event
 from orchestrator.core.messages import Action, Request, Requested
 from orchestrator.errors import ConfigError, ProtocolError
 from orchestrator.telemetry import EventRecord
@@ -114,7 +114,7 @@ class SupervisorServer:
                     break
                 taken = channel.take(frame.data)
                 if taken is not None:
-                    self._supervisor.submit(decode(taken))
+                    self._supervisor.submit(decode_event(taken))
         except ProtocolError as error:
             self._supervisor.lose(node, f"its agent sent what the protocol does not allow: {error}")
         finally:

@@ -229,11 +229,11 @@ class ObjectPart:
         """`load_state_dict` of the saved value. A learning-rate schedule of another kind would take it silently."""
         saved = decode(tree, self._path, filled.__getitem__)
         if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
-            other = sorted(set(saved) ^ set(self._value.state_dict()))
-            if other:
-                raise StateError(
-                    self.name, f"the checkpoint is of another kind than {type(self._value).__name__}: {other} differ"
-                )
+            live = self._value.state_dict()
+            lacking, extra = sorted(set(live) - set(saved)), sorted(set(saved) - set(live))
+            if lacking and extra:  # one of them alone may be another release of torch
+                kind = type(self._value).__name__
+                raise StateError(self.name, f"the checkpoint is of another kind than {kind}: {extra}, not {lacking}")
         self._value.load_state_dict(saved)
 
 

@@ -157,13 +157,17 @@ class SavedState:
         return index.step
 
     def _tree(self, index: fmt.Index, name: str) -> Any:
+        remapped = index.world_size != self._launch.world_size
+        if name == "data" and self._sampler is None and remapped:
+            sizes = f"{index.world_size} ranks to {self._launch.world_size}"
+            raise StateError(name, f"its position cannot go from {sizes}; that of a ResumableSampler can")
         objects = index.values.get("objects", {})
         if name in objects:
             return objects[name]
         of_rank = index.rank_values.get(str(self._launch.rank), {}).get("objects", {})
         if name not in of_rank:
             raise StateError(name, f"the checkpoint {index.id} does not have it")
-        if index.world_size != self._launch.world_size:
+        if remapped:
             raise StateError(
                 name,
                 f"it was different on each of {index.world_size} ranks; it cannot go to {self._launch.world_size}",

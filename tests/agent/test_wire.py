@@ -15,12 +15,28 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from orchestrator.agent import wire
-from orchestrator.agent.wire import Channel, decode, encode
+from orchestrator.agent.wire import Channel, decode_action, decode_event, encode
 from orchestrator.core import messages
 from orchestrator.core.messages import CheckpointId, NodeLost, Note, OpenGeneration, Scalar, Tick
 from orchestrator.errors import ProtocolError
 
 MESSAGES: tuple[type, ...] = (*get_args(messages.Event), *get_args(messages.Action))
+
+
+def decode(frame: Any) -> Any:
+    """Whatever it is."""
+    try:
+        return decode_event(frame)
+    except ProtocolError:
+        return decode_action(frame)
+
+
+def test_a_side_takes_only_what_the_other_may_say() -> None:
+    """An agent gives no orders, and a supervisor reports nothing."""
+    with pytest.raises(ProtocolError, match="unknown message type 'OpenGeneration'"):
+        decode_event(encode(OpenGeneration(node="n", own=None)))
+    with pytest.raises(ProtocolError, match="unknown message type 'Tick'"):
+        decode_action(encode(Tick()))
 
 
 def value_of(kind: Any, draw: random.Random) -> Any:

@@ -228,8 +228,16 @@ def test_f48_data_of_another_kind_is_kept_for_each_rank(store: MemoryStore, tmp_
 
 def test_state_that_differed_by_rank_cannot_go_to_another_world_size(store: MemoryStore, tmp_path: Path) -> None:
     """F38, F46: refused by name, instead of one rank's for all."""
-    checkpoint = save_ranks(store, tmp_path, 2, lambda rank: {"data": Holder({"at": rank})})
+    checkpoint = save_ranks(store, tmp_path, 2, lambda rank: {"thing": Holder({"at": rank})})
     with pytest.raises(StateError, match="different on each of 2 ranks; it cannot go to 3") as caught:
+        restored(store, tmp_path, checkpoint, 0, 3, thing=Holder(None))
+    assert caught.value.path == "thing"
+
+
+def test_f41_a_loaders_own_position_cannot_go_to_another_world_size(store: MemoryStore, tmp_path: Path) -> None:
+    """F41, F46: even if it was alike on all ranks, each of them would go on at the wrong samples."""
+    checkpoint = save_ranks(store, tmp_path, 2, lambda _: {"data": Holder({"at": 5})})
+    with pytest.raises(StateError, match="cannot go from 2 ranks to 3; that of a ResumableSampler can") as caught:
         restored(store, tmp_path, checkpoint, 0, 3, data=Holder(None))
     assert caught.value.path == "data"
 
