@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 
 import pytest
 
@@ -15,7 +16,10 @@ SEED = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fixes the seed for the whole run."""
+    """Fixes the seed for the whole run; gives signals back that a shell's `&` or nohup has made ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     text = os.environ.get(SEED_VARIABLE)
     try:
         config.stash[SEED] = secrets.randbits(32) if text is None else int(text)

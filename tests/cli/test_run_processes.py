@@ -57,7 +57,11 @@ def sleeping(folder: Path) -> Iterator[subprocess.Popen[str]]:
         try:
             yield process
         finally:
-            process.kill()
+            process.terminate()  # it ends its nodes, which a kill would leave behind
+            try:
+                process.wait(LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @pytest.mark.parametrize("code", [0, 7])
