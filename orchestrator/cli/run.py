@@ -67,7 +67,8 @@ def run(
         str | None, typer.Option(metavar="NAME", help="Where nodes come from. This release: local.")
     ] = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Take a job from another owner that is dead, or start a cancelled one.")
+        bool,
+        typer.Option("--take-over", help="Start a job that a dead owner left, that was cancelled, or is done."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started; start nothing.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,

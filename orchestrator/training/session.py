@@ -19,7 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
 from orchestrator.checkpoint.layout import Scope
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
-from orchestrator.errors import ConfigError, FormatError, NotFoundError, Preempted, RefusedError, SupervisorError
+from orchestrator.errors import (
+    ConfigError,
+    FormatError,
+    NotFoundError,
+    Preempted,
+    RefusedError,
+    StateError,
+    SupervisorError,
+)
 from orchestrator.preemption.process import record_signals
 from orchestrator.storage.peers import PeerStore
 from orchestrator.training import attached, loaders
@@ -105,6 +113,8 @@ class Run:
             store.close()
         self._boundary = Boundary(self._control, launch, self._state.stage, self._alone)
         _warn_about_buckets(given.get("model"), launch)
+        if self._state.restored:
+            self._say(f"resumed from step {self.step} (checkpoint {launch.base})")
 
     def _refuse_world_size(self) -> None:
         """If the global batch cannot be shared by this many ranks: say so, and wait to be formed anew with fewer."""
@@ -161,6 +171,9 @@ class Run:
         """
         if type(until) is not int:
             raise ConfigError(f"run.steps(until={until!r}): the number of steps is a whole number")
+        if self.step > until:
+            self._control.set_phase(WorkerPhase.REFUSED)
+            raise StateError("until", f"the checkpoint is of step {self.step}, beyond the last step {until}")
         self._begin(until)
         while self.step < until:
             yield self.step
@@ -231,6 +244,11 @@ class Run:
             f"the state after the last step {self.step} was not saved; the checkpoint before it stays"
         )
 
+    def _say(self, text: str) -> None:
+        """One line for the person at an unsupervised script; under `orchestrator run` the events say it."""
+        if self._launch.attached and self.rank == 0:
+            sys.stderr.write(f"orchestrator: {text}\n")
+
     def _alone(self) -> bool:
         """Attached mode: whether nobody is there any more to save and to say when to leave."""
         if not self._launch.attached:
@@ -249,6 +267,7 @@ class Run:
             if self._launch.attached and (settled or alone):
                 words = {LeaveOutcome.COMMITTED: "committed", LeaveOutcome.ABANDONED: "not committed"}
                 word = words.get(outcome, "left to the agent") if settled else "left to the agent"
+                self._say(f"left at step {self.step}: its checkpoint is {word}; the same command goes on from there")
                 raise Preempted(f"left at step {self.step}: its checkpoint is {word}")
             time.sleep(0.01)
         raise Preempted(f"left at step {self.step}: nobody ended this process within {LEAVE_SECONDS_MAX:.0f} s")
