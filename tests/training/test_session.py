@@ -301,6 +301,15 @@ def test_a_job_that_is_at_its_end_has_no_step_left(stage: Stage) -> None:
     assert phase(agent) is WorkerPhase.FINISHED
 
 
+def test_a_last_step_below_the_checkpoint_is_refused(stage: Stage) -> None:
+    """A mistyped number must not end the job as done."""
+    agent = stage.agent(base=committed_at(stage, 5))
+    run = Script().attach()
+    with pytest.raises(StateError, match="the checkpoint is of step 5, beyond the last step 3"):
+        next(run.steps(until=3))
+    assert phase(agent) is WorkerPhase.REFUSED
+
+
 def test_restoring_over_the_agents_port(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker holds no credentials: all that it reads comes from its agent, by HTTP."""
     base = committed_at(stage, 5)
