@@ -182,7 +182,7 @@ def _run(plan: Plan, name: str, title: str, scenario: Scenario, screen: Screen) 
         workers_per_node=plan.workers_per_node,
         save_every=plan.save_every,
         reform_seconds=0.5,
-        replacement_seconds=6.0,
+        replacement_seconds=4.0,
     )
     url = job_url(config.store, config.job)
     result = RunResult(name=name, store=open_store(url), start_seconds=time.monotonic())
@@ -282,12 +282,12 @@ async def _kill_scenario(supervisor: Supervisor, plan: Plan) -> None:
 
 
 async def _kill_between_saves(supervisor: Supervisor, plan: Plan, world_size: int) -> None:
-    """SIGKILL to the highest rank once a checkpoint of this generation is committed and a few more steps are done."""
+    """SIGKILL to the highest rank once a few steps are done since the newest committed checkpoint."""
 
     def due() -> bool:
         job = supervisor.job
-        committed, gang = job.newest_committed, job.gang
-        if committed is None or gang is None or committed.generation != gang.generation:
+        committed = job.newest_committed
+        if committed is None:
             return False
         return _training(supervisor, min(committed.step + plan.save_every // 3, plan.steps - 3), world_size)
 
@@ -308,9 +308,11 @@ def _report(plan: Plan, results: list[RunResult], seconds: float) -> Report:
     spans = analysis.generation_spans(main.records, main.start_seconds)
     shrunk = full - plan.workers_per_node
     samples = plan.steps * GLOBAL_BATCH
+    stops = analysis.interruptions(main.records, main.start_seconds, main.step_seconds)
     checks = [
         analysis.check_deadline(main.records),
         analysis.check_world_sizes(spans, [full, shrunk, full, full]),
+        analysis.check_causes(stops),
         *analysis.check_stream(main.log, reference.log, samples),
         analysis.check_losses(main.log, reference.log),
         analysis.check_identical(_last_digests(killed), _last_digests(reference)),
@@ -323,11 +325,11 @@ def _report(plan: Plan, results: list[RunResult], seconds: float) -> Report:
         generations=spans,
         losses=main.log.losses,
         reference_losses=reference.log.losses,
-        interruptions=analysis.interruptions(main.records, main.start_seconds, main.step_seconds),
+        interruptions=stops,
         checks=tuple(checks),
         facts=(
             ("three runs took", f"{seconds:.0f} s"),
-            (SAMPLES_FACT, "0" if checks[2].passed and checks[3].passed else "some"),
+            (SAMPLES_FACT, "0" if checks[3].passed and checks[4].passed else "some"),
             ("a step took", f"{reference.step_seconds:.3f} s"),
         ),
     )

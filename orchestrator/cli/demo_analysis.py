@@ -234,6 +234,13 @@ def check_world_sizes(spans: Sequence[GenerationSpan], expected: Sequence[int]) 
     return Check(name="shrank, grew back, restarted", passed=sizes == list(expected), detail=f"world sizes {words}")
 
 
+def check_causes(stops: Sequence[Interruption]) -> Check:
+    """Training was stopped by what the demo means to show, in that order, and went on each time."""
+    causes = [stop.cause for stop in stops]
+    expected = ["preemption notice", "a node joins", "worker killed"]
+    return Check(name="went on after each interruption", passed=causes == expected, detail=", ".join(causes))
+
+
 def _last(losses: Sequence[LossPoint], count: int = 5) -> float:
     by_step = {point.step: point.loss for point in losses}  # the latest generation's, since they come in order
     values = [by_step[step] for step in sorted(by_step)[-count:]]
