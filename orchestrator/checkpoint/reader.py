@@ -6,7 +6,7 @@ an agent's memory: one code path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from orchestrator.checkpoint import format as fmt
@@ -83,12 +83,25 @@ def _window_ranges(ranges: Iterable[tuple[int, int]], size_bytes: int) -> Iterat
 
 
 def verify(store: ObjectStore, index: fmt.Index) -> Iterator[tuple[fmt.ShardRecord, str | None]]:
-    """Read every shard of a checkpoint; (shard, problem or None) one after another."""
+    """Read every shard of a checkpoint; (shard, problem that names its key, or None) one after another."""
     for shard in index.shards:
-        try:
-            for _ in verified_windows(store, index, shard, [(0, shard.size_bytes)]):
-                pass
-        except (FormatError, NotFoundError) as error:
-            yield shard, str(error)
-        else:
-            yield shard, None
+        problem = verify_shard(store, index, shard)
+        key = fmt.shard_key(index.id, shard.rank, index.world_size)
+        yield shard, None if problem is None else f"{key}: {problem}"
+
+
+def verify_shard(
+    store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, advance: Callable[[int], None] = lambda _: None
+) -> str | None:
+    """Read one shard whole; what is wrong with it, or None. `advance` is told the bytes of each verified piece."""
+    try:
+        size_bytes = store.size(fmt.shard_key(index.id, shard.rank, index.world_size))
+        if size_bytes != shard.size_bytes:
+            return f"has {size_bytes} bytes, the index says {shard.size_bytes}"
+        for window in verified_windows(store, index, shard, [(0, shard.size_bytes)]):
+            advance(len(window.data))
+    except NotFoundError:
+        return "is missing"
+    except FormatError as error:
+        return error.problem
+    return None

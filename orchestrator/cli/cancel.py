@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.client import connect
-from orchestrator.cli.terminal import say
+from orchestrator.cli.client import ask_to_end
 
 
 def cancel(
@@ -16,9 +15,4 @@ def cancel(
     timeout_seconds: Annotated[float, typer.Option(min=0, help="Longest wait with --wait (seconds).")] = 600.0,
 ) -> None:
     """End a job without saving; checkpoints stay. `run --take-over` would start it again. Returns when accepted."""
-    client = connect(job)
-    client.request("cancel")
-    say(f"accepted: the job {job!r} ends without another save")
-    if wait:
-        client.wait_until_gone(timeout_seconds)
-        say(f"the job {job!r} has ended")
+    ask_to_end(job, "cancel", "ends without another save", wait_seconds=timeout_seconds if wait else None)

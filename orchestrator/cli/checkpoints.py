@@ -23,7 +23,7 @@ from orchestrator.errors import ConfigError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.catalog import Catalog, CatalogEntry
-    from orchestrator.checkpoint.format import Index, ShardRecord
+    from orchestrator.checkpoint.format import Index
     from orchestrator.storage.base import ObjectStore
 
 NEWEST = "newest"
@@ -319,6 +319,9 @@ def _verify(store: ObjectStore, entry: CatalogEntry) -> Finding:
 def _verify_shards(store: ObjectStore, index: Index) -> list[ShardFinding]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+    from orchestrator.checkpoint.format import shard_key
+    from orchestrator.checkpoint.reader import verify_shard
+
     console = talk()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     total = sum(shard.size_bytes for shard in index.shards)
@@ -328,28 +331,10 @@ def _verify_shards(store: ObjectStore, index: Index) -> list[ShardFinding]:
     ) as bar:
         task = bar.add_task(str(index.id), total=total)
         for shard in index.shards:
-            findings.append(_verify_shard(store, index, shard, lambda count: bar.advance(task, count)))
+            problem = verify_shard(store, index, shard, lambda count: bar.advance(task, count))
+            name = shard_key(index.id, shard.rank, index.world_size).rpartition("/")[2]
+            findings.append(ShardFinding(rank=shard.rank, name=name, size_bytes=shard.size_bytes, problem=problem))
     return findings
-
-
-def _verify_shard(store: ObjectStore, index: Index, shard: ShardRecord, advance: Any) -> ShardFinding:
-    from orchestrator.checkpoint.format import shard_key
-    from orchestrator.checkpoint.reader import verified_windows
-
-    key = shard_key(index.id, shard.rank, index.world_size)
-    problem = None
-    try:
-        size = store.size(key)
-        if size != shard.size_bytes:
-            problem = f"has {size} bytes, the index says {shard.size_bytes}"
-        else:
-            for window in verified_windows(store, index, shard, [(0, shard.size_bytes)]):
-                advance(len(window.data))
-    except NotFoundError:
-        problem = "is missing"
-    except FormatError as error:
-        problem = error.problem
-    return ShardFinding(rank=shard.rank, name=key.rpartition("/")[2], size_bytes=shard.size_bytes, problem=problem)
 
 
 def _conclude(findings: list[Finding], *, every: bool) -> None:

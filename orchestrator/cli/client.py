@@ -14,6 +14,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from orchestrator.cli.terminal import say
 from orchestrator.errors import SupervisorError
 from orchestrator.supervisor.state_folder import SupervisorAddress, find_supervisor, is_running
 
@@ -94,6 +95,16 @@ class SupervisorClient:
 def connect(job: str) -> SupervisorClient:
     """The supervisor of a job that runs on this machine. Raises SupervisorError with what to do."""
     return SupervisorClient(find_supervisor(job))
+
+
+def ask_to_end(job: str, request: str, what_happens: str, *, wait_seconds: float | None) -> None:
+    """Send a request after which the job ends; wait for its end for a limited time, or not at all (None)."""
+    client = connect(job)
+    client.request(request)
+    say(f"accepted: the job {job!r} {what_happens}")
+    if wait_seconds is not None:
+        client.wait_until_gone(wait_seconds)
+        say(f"the job {job!r} has ended")
 
 
 def _user() -> str:

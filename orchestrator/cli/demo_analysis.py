@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.checkpoint import format as fmt
@@ -92,7 +92,6 @@ class _Open:
     stopped_seconds: float | None = None
     highest_step: int = 0
     commit_seconds: float | None = None
-    facts: dict[str, float] = field(default_factory=dict)
 
 
 def interruptions(

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.client import connect
-from orchestrator.cli.terminal import say
+from orchestrator.cli.client import ask_to_end
 
 
 def drain(
@@ -16,9 +15,4 @@ def drain(
     timeout_seconds: Annotated[float, typer.Option(min=0, help="Longest wait with --wait (seconds).")] = 600.0,
 ) -> None:
     """Save, then end; `orchestrator run` with the same arguments resumes. Returns when the request is accepted."""
-    client = connect(job)
-    client.request("drain")
-    say(f"accepted: the job {job!r} saves and ends")
-    if wait:
-        client.wait_until_gone(timeout_seconds)
-        say(f"the job {job!r} has ended")
+    ask_to_end(job, "drain", "saves and ends", wait_seconds=timeout_seconds if wait else None)
