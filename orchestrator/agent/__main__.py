@@ -7,14 +7,13 @@ import sys
 
 from orchestrator.agent.node import run_agent
 from orchestrator.agent.settings import AgentSettings
-from orchestrator.clock import SystemClock
 from orchestrator.storage.opening import open_store
 
 
 def main() -> int:
     """Read the settings, run the agent."""
     settings = AgentSettings.model_validate_json(sys.stdin.read())
-    return asyncio.run(run_agent(settings, open_store(settings.store), SystemClock()))
+    return asyncio.run(run_agent(settings, open_store(settings.store)))
 
 
 if __name__ == "__main__":

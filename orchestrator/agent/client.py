@@ -1,4 +1,4 @@
-"""The agent's end of the connection to its supervisor: one WebSocket that is made again whenever it breaks."""
+"""The agent's end of the connection to its supervisor: made again whenever it breaks, to wherever the supervisor is."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from typing import Any
 
 import aiohttp
 
+from orchestrator.agent.link import HEARTBEAT_SECONDS, Connect, FrameSocket, WebSocketLink, send_frames
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel
 from orchestrator.clock import Clock
+from orchestrator.errors import FencedError
 
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_MAX = 2.0
-ACKNOWLEDGE_SECONDS = 1.0
+GREETING_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
+NOT_WANTED = (401, 403, 409)
 
 
 class SupervisorClient:
     """Keeps the channel connected until `run` is cancelled or the supervisor says that this agent is not wanted."""
 
     def __init__(
-        self, settings: AgentSettings, channel: Channel, clock: Clock, on_frame: Callable[[dict[str, Any]], None]
+        self, node: str, channel: Channel, clock: Clock, connect: Connect, on_frame: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._settings = settings
+        self._node = node
         self._channel = channel
         self._clock = clock
+        self._connect = connect
         self._on_frame = on_frame
         self.connected_seconds = clock.monotonic()
         """When the connection was last known to work."""
@@ -34,59 +39,72 @@ class SupervisorClient:
     async def run(self) -> str:
         """Connect, serve, connect again; returns why the supervisor does not want this agent."""
         retry_seconds = RETRY_SECONDS_FIRST
-        headers = {"Authorization": f"Bearer {self._settings.token}"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            while True:
-                try:
-                    refusal = await self._serve(session)
-                    if refusal is not None:
-                        return refusal
-                    retry_seconds = RETRY_SECONDS_FIRST
-                except aiohttp.WSServerHandshakeError as error:
-                    if error.status in (401, 403, 409):
-                        return f"the supervisor answered {error.status}: this agent belongs to another run"
-                except (aiohttp.ClientError, OSError, TimeoutError):
-                    pass  # the supervisor is away: training goes on, and we try again
-                await asyncio.sleep(retry_seconds)
-                retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
-
-    async def _serve(self, session: aiohttp.ClientSession) -> str | None:
-        url = f"{self._settings.supervisor_url}/agent"
-        async with session.ws_connect(url, heartbeat=10, max_msg_size=FRAME_BYTES_MAX) as socket:
-            await socket.send_json({"node": self._settings.node, "received": self._channel.received})
+        while True:
             try:
-                welcome = json.loads(await socket.receive_str(timeout=10))
+                refusal = await self._serve(await self._connect())
+                if refusal is not None:
+                    return refusal
+                retry_seconds = RETRY_SECONDS_FIRST
+            except FencedError as error:
+                return str(error)
+            except (OSError, TimeoutError):
+                pass  # the supervisor is away: training goes on, and we try again
+            await asyncio.sleep(retry_seconds)
+            retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
+
+    async def _serve(self, socket: FrameSocket) -> str | None:
+        try:
+            await socket.send(json.dumps({"node": self._node, "received": self._channel.received}))
+            try:
+                answer = await asyncio.wait_for(socket.receive(), GREETING_SECONDS)
+                welcome = json.loads(answer or "")
                 if "refused" in welcome:
                     return str(welcome["refused"])
                 received = int(welcome["received"])
             except (TypeError, ValueError, KeyError):  # closed in the middle of the greeting, or not a supervisor
                 return None
             self._channel.reconnect(received)
-            sender = asyncio.create_task(send_frames(self._channel, socket))
-            try:
-                async for frame in socket:
-                    self.connected_seconds = self._clock.monotonic()
-                    if frame.type is not aiohttp.WSMsgType.TEXT:
-                        break  # the connection is broken: make it again
-                    taken = self._channel.take(frame.data)
-                    if taken is not None:
-                        self._on_frame(taken)
-            finally:
-                sender.cancel()
-                await asyncio.gather(sender, return_exceptions=True)
+            await self._exchange(socket)
+        finally:
+            await socket.close()
         return None
 
-
-async def send_frames(
-    channel: Channel, socket: aiohttp.ClientWebSocketResponse | aiohttp.web.WebSocketResponse
-) -> None:
-    """Send what the channel has, and an acknowledgement at least every second; both ends use it."""
-    while True:
+    async def _exchange(self, socket: FrameSocket) -> None:
+        """Until the connection breaks."""
+        sender = asyncio.create_task(send_frames(self._channel, socket))
         try:
-            frames = await asyncio.wait_for(channel.outgoing(), ACKNOWLEDGE_SECONDS)
-        except TimeoutError:
-            frames = []
-        for text in frames:
-            await socket.send_str(text)
-        await socket.send_str(channel.acknowledgement())
+            while (text := await socket.receive()) is not None:
+                self.connected_seconds = self._clock.monotonic()
+                taken = self._channel.take(text)
+                if taken is not None:
+                    self._on_frame(taken)
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+
+
+class WebSocketConnector:
+    """Opens WebSockets to the supervisor that the settings name, with the token."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+
+    async def __call__(self) -> FrameSocket:
+        """See `agent.link.Connect`."""
+        url, headers = f"{self._settings.supervisor_url}/agent", {"Authorization": f"Bearer {self._settings.token}"}
+        session = aiohttp.ClientSession(
+            headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        )
+        try:
+            socket = await session.ws_connect(url, heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX)
+            return WebSocketLink(socket, session)
+        except aiohttp.ClientError as error:
+            await session.close()
+            if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in NOT_WANTED:
+                raise FencedError(
+                    f"the supervisor answered {error.status}: this agent belongs to another run"
+                ) from error
+            raise ConnectionError(str(error)) from error
+        except BaseException:
+            await session.close()
+            raise

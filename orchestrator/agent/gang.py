@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.agent import workers as processes
+from orchestrator.agent.ports import Runtime
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
@@ -51,8 +52,11 @@ ATTACHED_PHASES = (
 class LocalGang:
     """This node's ranks of one generation."""
 
-    def __init__(self, settings: AgentSettings, action: LaunchWorkers, objects_url: str, objects_token: str) -> None:
+    def __init__(
+        self, settings: AgentSettings, runtime: Runtime, action: LaunchWorkers, objects_url: str, objects_token: str
+    ) -> None:
         self.settings = settings
+        self._runtime = runtime
         self.action = action
         self.generation = action.generation
         self.record = Record()
@@ -120,7 +124,7 @@ class LocalGang:
             )
             if action.meeting_address == "127.0.0.1":
                 defaults["GLOO_SOCKET_IFNAME"] = "lo"
-            processes.launch(worker, self.settings.command, {**defaults, **environment, **strings}, on_exit)
+            self._runtime.launch(worker, self.settings.command, {**defaults, **environment, **strings}, on_exit)
 
     # -- from the supervisor -----------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class LocalGang:
     def end(self) -> None:
         """SIGKILL all workers."""
         for worker in self.workers:
-            processes.end(worker)
+            self._runtime.end(worker)
 
     @property
     def alive(self) -> bool:
@@ -180,6 +184,10 @@ class LocalGang:
         progress: list[RankProgress] = []
         echoed: list[int] = []
         for worker in self.workers:
+            image = worker.control.image()
+            if worker.seen == (image, self.record):
+                continue
+            worker.seen = (image, self.record)
             yield from self._observe_start(worker)
             yield from self._observe_agreement(worker, echoed)
             yield from self._observe_slots(worker)
@@ -265,6 +273,7 @@ class LocalGang:
         """Report every rank's step again at the next look."""
         for worker in self.workers:
             worker.reported.pop("step", None)
+            worker.seen = None
 
     def holds(self, worker: Worker, index: int, step: int) -> Callable[[], bool]:
         """A question for later: is the step still staged in this slot?"""
@@ -309,7 +318,7 @@ class LocalGang:
     def free(self, may_free: Callable[[int], bool], reading: Callable[[Path], bool]) -> None:
         """Free the staged slots whose step may be freed and that nobody reads."""
         for worker in self.workers:
-            for slot in worker.control.slots():
+            for slot in worker.control.slots() if worker.control.holds_staged else ():
                 if (
                     slot.state is SlotState.STAGED
                     and may_free(slot.step)

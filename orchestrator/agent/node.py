@@ -17,13 +17,11 @@ from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from orchestrator.agent import workers as processes
 from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
-from orchestrator.agent.objects import object_routes, token_middleware
+from orchestrator.agent.ports import AgentPorts, real_ports
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.uploads import Uploads
 from orchestrator.agent.wire import Channel, decode_action
@@ -31,7 +29,6 @@ from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.save import ShardPlace
 from orchestrator.checkpoint.slots import SlotState
-from orchestrator.clock import Clock
 from orchestrator.core.messages import (
     Abandon,
     CheckpointId,
@@ -59,8 +56,6 @@ from orchestrator.errors import FormatError, ProtocolError, StoreError
 from orchestrator.preemption.process import NOTICE_SIGNALS
 from orchestrator.storage.base import ObjectStore
 
-LOOK_SECONDS_BUSY = 0.005
-LOOK_SECONDS_IDLE = 0.05
 EXIT_WAIT_SECONDS = 5.0
 ADOPT_WAIT_SECONDS = 60.0
 PROGRESS_BACKLOG_MAX = 200
@@ -74,14 +69,14 @@ GangAction = LaunchWorkers | Prepare | Decide | EndWorkers | Upload | Settled
 class Agent:
     """One node of the job."""
 
-    def __init__(self, settings: AgentSettings, store: ObjectStore, clock: Clock) -> None:
+    def __init__(self, settings: AgentSettings, ports: AgentPorts) -> None:
         self._settings = settings
-        self._store = store
-        self._clock = clock
+        self._ports = ports
+        self._clock = ports.clock
         self._channel = Channel()
-        self._client = SupervisorClient(settings, self._channel, clock, self._on_frame)
-        self._actions = StoreActions(settings, store, clock)
-        self._uploads = Uploads(store, settings.workers)
+        self._client = SupervisorClient(settings.node, self._channel, ports.clock, ports.connect, self._on_frame)
+        self._actions = StoreActions(settings, ports.store, ports.clock)
+        self._uploads = Uploads(ports.store, ports.clock, settings.workers)
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
         self._objects_url = ""
@@ -96,7 +91,7 @@ class Agent:
     async def run(self, handle_signals: bool = True) -> str:
         """Serve until dismissed; returns why it ended."""
         self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
-        runner = await self._serve_objects()
+        self._objects_url = await self._ports.object_server.start(self._ports.store, self._objects_token, "127.0.0.1")
         self._post(NodeJoined(node=self._settings.node, workers=self._settings.workers))
         if handle_signals:
             for number in NOTICE_SIGNALS:
@@ -113,33 +108,20 @@ class Agent:
                 raise ProtocolError(f"the agent of {self._settings.node} failed; the line before says how")
             return client.result() if client in done else DISMISSED
         finally:
-            await self._end(client, looking, obeying, over, runner)
+            await self._end(client, looking, obeying, over)
 
-    async def _end(self, client: asyncio.Task[str], *others: Any) -> None:
-        *tasks, runner = others
+    async def _end(self, *tasks: asyncio.Task[Any]) -> None:
         if self._gang is not None:
             if self._settings.attach_folder is None:
                 await self._end_gang(self._gang)
             else:
                 self._gang.release_workers()
-        for task in (client, *tasks, *self._tasks):
+        for task in (*tasks, *self._tasks):
             task.cancel()
-        await asyncio.gather(client, *tasks, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._uploads.close)
-        await runner.cleanup()
+        await self._ports.object_server.stop()
         shutil.rmtree(self._settings.staging, ignore_errors=True)
-
-    async def _serve_objects(self) -> web.AppRunner:
-        """Serve the store to this node's workers: they hold no credentials."""
-        app = web.Application(middlewares=[token_middleware(self._objects_token)])
-        app.add_routes(object_routes(self._store))
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        self._objects_url = f"http://{host}:{port}"
-        return runner
 
     def _post(self, event: Event) -> None:
         self._channel.post(event)
@@ -156,8 +138,12 @@ class Agent:
             self._failed = True
             self._over.set()  # a bug in the agent: the node is given up rather than left half alive
 
+    def notice(self, event: NoticeReceived) -> None:
+        """Somebody on this node has learnt that it will go, may go, or stays after all."""
+        self._post(event)
+
     def _on_signal(self, number: int) -> None:
-        self._post(
+        self.notice(
             NoticeReceived(
                 node=self._settings.node,
                 source=f"{signal.Signals(number).name} to the agent",
@@ -180,7 +166,7 @@ class Agent:
             if self._abandoned_by_all(now):
                 self._over.set()
             busy = self._gang is not None and self._gang.waiting_for_echo
-            await asyncio.sleep(LOOK_SECONDS_BUSY if busy else LOOK_SECONDS_IDLE)
+            await asyncio.sleep(self._ports.look_seconds_busy if busy else self._ports.look_seconds_idle)
 
     def _abandoned_by_all(self, now: float) -> bool:
         alive = self._gang is not None and self._gang.alive
@@ -281,7 +267,7 @@ class Agent:
             self._gang.remove_files()
         self._wanted, self._settled = {}, {}
         try:
-            gang = LocalGang(self._settings, action, self._objects_url, self._objects_token)
+            gang = LocalGang(self._settings, self._ports.runtime, action, self._objects_url, self._objects_token)
         except OSError as error:
             self._refuse_launch(action, f"{self._settings.staging}: {error.strerror}: give it more, or name another")
             return
@@ -318,7 +304,7 @@ class Agent:
             if not pid_path.exists():
                 self._post(self._never_came(gang, worker))
                 return
-            processes.adopt(worker, int(pid_path.read_text()), self._on_worker_exit)
+            self._ports.runtime.adopt(worker, int(pid_path.read_text()), self._on_worker_exit)
             Launch.read(worker.launch_path).write(folder / f"launch-{worker.rank:05d}.json")
 
     def _never_came(self, gang: LocalGang, worker: Worker) -> RankExited:
@@ -385,9 +371,9 @@ class Agent:
         )
 
 
-async def run_agent(settings: AgentSettings, store: ObjectStore, clock: Clock) -> int:
+async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:
     """Run one agent to its end; its exit status."""
-    reason = await Agent(settings, store, clock).run()
+    reason = await Agent(settings, real_ports(settings, store)).run()
     if reason != DISMISSED:
         sys.stderr.write(f"agent {settings.node}: {reason}\n")
     return 0

@@ -1,6 +1,6 @@
 """Serves an agent's objects to its peers over HTTP: the other end of `storage/peers`, which describes the protocol.
 
-Not here: the server itself, TLS, and what the agent puts into the store. Called by `agent/node`.
+Not here: TLS, and what the agent puts into the store. Called by `agent/node`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,28 @@ def object_routes(store: ObjectStore) -> list[web.RouteDef]:
         web.get("/objects/{key:.+}", _with_errors(read), allow_head=False),
         web.get("/entries", _with_errors(entries), allow_head=False),
     ]
+
+
+class HttpObjectServer:
+    """Serves one store on a port of its own, for readers that have the token."""
+
+    def __init__(self) -> None:
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, store: ObjectStore, token: str, address: str) -> str:
+        """Listen at the address; returns the URL."""
+        app = web.Application(middlewares=[token_middleware(token)])
+        app.add_routes(object_routes(store))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, address, 0).start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
 
 
 def token_middleware(token: str) -> Middleware:

@@ -9,12 +9,12 @@ import asyncio
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orchestrator.checkpoint.save import ShardPlace, upload_shard
+from orchestrator.clock import Clock
 from orchestrator.errors import FormatError, StoreError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
@@ -25,8 +25,9 @@ UPLOAD_NICE = 19  # uploads share the machine with training
 class Uploads:
     """Runs uploads and knows which slots are being read."""
 
-    def __init__(self, store: ObjectStore, threads: int) -> None:
+    def __init__(self, store: ObjectStore, clock: Clock, threads: int) -> None:
         self._store = store
+        self._clock = clock
         self._reading: set[Path] = set()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="upload", initializer=_lower_priority)
 
@@ -50,7 +51,7 @@ class Uploads:
     def _upload(self, place: ShardPlace, path: Path, size_bytes: int, still_there: Callable[[], bool]) -> float:
         where = {"rank": place.rank, "step": place.checkpoint.step}
         reached("before-shard-upload", **where)
-        started = time.monotonic()
+        started = self._clock.monotonic()
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < size_bytes:
                 raise FormatError(place.shard_key, f"its slot {path} holds fewer than {size_bytes} bytes")
@@ -64,7 +65,7 @@ class Uploads:
         # The memory is never closed by hand: after a failure the traceback still holds views of it.
         upload_shard(self._store, place, memoryview(memory), before_receipt)
         reached("after-receipt", **where)
-        return time.monotonic() - started
+        return self._clock.monotonic() - started
 
     def close(self) -> None:
         """Wait for running uploads."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.agent import exec_worker
-from orchestrator.checkpoint.slots import ControlBlock
+from orchestrator.checkpoint.slots import ControlBlock, Record
 
 EVIDENCE_BYTES = 16384
 OUTPUT_BYTES = 1 << 20  # copied at most at a time
@@ -41,6 +41,8 @@ class Worker:
     log_position: int = 0
     reported: dict[str, int] = field(default_factory=dict)
     """The last value of each control word that was reported, so that each is reported once."""
+    seen: tuple[bytes, Record] | None = None
+    """What the control block and the agent's record were at the last look: while both stay, there is no news."""
 
     def news(self, what: str, value: int) -> bool:
         """True if the value differs from the one reported before; remembers it."""
@@ -50,33 +52,44 @@ class Worker:
         return True
 
 
-def launch(
-    worker: Worker, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[Worker], None]
-) -> None:
-    """Start the user's command for one rank; its output goes to its log file."""
-    assert worker.log_path is not None
-    worker.log_path.parent.mkdir(parents=True, exist_ok=True)
-    with worker.log_path.open("ab") as log:
-        worker.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-        )
-    adopt(worker, worker.process.pid, on_exit)
+class ProcessRuntime:
+    """Workers as processes of this machine; an exit is what the kernel says through a pidfd."""
 
+    def launch(
+        self, worker: Worker, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[Worker], None]
+    ) -> None:
+        """Start the user's command for one rank; its output goes to its log file."""
+        assert worker.log_path is not None
+        worker.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with worker.log_path.open("ab") as log:
+            worker.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+            )
+        self.adopt(worker, worker.process.pid, on_exit)
 
-def adopt(worker: Worker, pid: int, on_exit: Callable[[Worker], None]) -> None:
-    """Watch a process; for one that is not our child the exit status stays unknown."""
-    worker.pid = pid
-    try:
-        worker.pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        worker.exited = True
-        on_exit(worker)
-        return
-    asyncio.get_running_loop().add_reader(worker.pidfd, _gone, worker, on_exit)
+    def adopt(self, worker: Worker, pid: int, on_exit: Callable[[Worker], None]) -> None:
+        """Watch a process; for one that is not our child the exit status stays unknown."""
+        worker.pid = pid
+        try:
+            worker.pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            worker.exited = True
+            on_exit(worker)
+            return
+        asyncio.get_running_loop().add_reader(worker.pidfd, _gone, worker, on_exit)
+
+    def end(self, worker: Worker) -> None:
+        """SIGKILL, to the worker and everything in its process group. Reported once the kernel confirms it."""
+        if worker.exited or worker.process is None:
+            return
+        worker.ended_by_us = True
+        if worker.pidfd >= 0:
+            signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+        _kill_group(worker)
 
 
 def _gone(worker: Worker, on_exit: Callable[[Worker], None]) -> None:
@@ -88,16 +101,6 @@ def _gone(worker: Worker, on_exit: Callable[[Worker], None]) -> None:
         worker.exit_code = worker.process.wait()
     worker.exited = True
     on_exit(worker)
-
-
-def end(worker: Worker) -> None:
-    """SIGKILL, to the worker and everything in its process group. Its exit is reported when the kernel confirms it."""
-    if worker.exited or worker.process is None:
-        return
-    worker.ended_by_us = True
-    if worker.pidfd >= 0:
-        signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
-    _kill_group(worker)
 
 
 def _kill_group(worker: Worker) -> None:

@@ -84,7 +84,10 @@ def open_generation(
         checkpoint_generation=base.generation if base else None,
         checkpoint_step=base.step if base else None,
     )
-    store.create(fmt.base_key(number), [fmt.dump(record)])
+    try:
+        store.create(fmt.base_key(number), [fmt.dump(record)])
+    except AlreadyExistsError:  # another attempt of this very process was faster: this one opens the next
+        return open_generation(store, who, number, avoid, wall_seconds)
     return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped)
 
 
@@ -101,7 +104,7 @@ def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) ->
     generations = read_generations(store)
     if not generations:
         _refuse_foreign_folder(store)
-        return _claim(store, who, 1, wall_seconds)
+        return _claim_after(store, who, 0, wall_seconds)
     highest = max(generations)
     record = generations[highest]
     if record.job != who.job:
@@ -122,7 +125,7 @@ def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) ->
             f"the job {who.job!r} at {store.url} belongs to owner {record.owner}, which has not ended it "
             f"(generation {highest}); if that run is dead for certain, use --take-over"
         )
-    return _claim(store, who, highest + 1, wall_seconds)
+    return _claim_after(store, who, highest, wall_seconds)
 
 
 def _refuse_foreign_folder(store: ObjectStore) -> None:
@@ -133,7 +136,7 @@ def _refuse_foreign_folder(store: ObjectStore) -> None:
 
 
 def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:
-    """own + 1; a number that this very process took before is used if nothing came of it, else skipped.
+    """own + 1.
 
     Raises StoreError if our own last claim is gone (this is not the store that we wrote to), FencedError.
     """
@@ -142,6 +145,11 @@ def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float
         if not _exists(store, key):
             raise StoreError(key, f"our own claim is gone: {store.url} was renamed, unmounted or emptied")
         raise FencedError(f"generation {own} of the job {who.job!r} is another run's; this one stops")
+    return _claim_after(store, who, own, wall_seconds)
+
+
+def _claim_after(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:
+    """The first number after `own` that is free, or that this very process took in an attempt of which nothing came."""
     for number in range(own + 1, own + 1 + OWN_CLAIMS_MAX):
         try:
             return _claim(store, who, number, wall_seconds)

@@ -38,6 +38,8 @@ _CELLS_AT_BYTE = 512
 _CELL = struct.Struct("<QQQQQQ")  # sequence, proposal ballot, proposal step + 1, decided step + 1, mode, absent bytes
 _STEP_BITS = 42
 _GENERATION_BITS = 20
+_STATE_SHIFT = _GENERATION_BITS + _STEP_BITS
+_IMAGE = slice(8 * _WORD_STEP, 8 * (_WORD_OUTCOME + 1))
 
 
 class WorkerPhase(IntEnum):
@@ -98,7 +100,7 @@ def pack_slot(state: SlotState, generation: int, step: int) -> int:
     """One slot word: 2 bits of state, 20 of generation, 42 of step."""
     if generation >= 1 << _GENERATION_BITS or step >= 1 << _STEP_BITS:
         raise ProtocolError(f"generation {generation} or step {step} is too large for a slot word")
-    return int(state) << (_GENERATION_BITS + _STEP_BITS) | generation << _STEP_BITS | step
+    return int(state) << _STATE_SHIFT | generation << _STEP_BITS | step
 
 
 class ControlBlock:
@@ -283,6 +285,15 @@ class ControlBlock:
         self.record_selector = selector
         return self._last
 
+    def image(self) -> bytes:
+        """All words as they are now: equal to an earlier image, nothing has happened in between."""
+        return self._memory[_IMAGE]
+
+    @property
+    def holds_staged(self) -> bool:
+        """Whether any slot is staged."""
+        return any(self._words[_WORD_SLOTS + 3 * index] >> _STATE_SHIFT == SlotState.STAGED for index in range(SLOTS))
+
     @property
     def step(self) -> int | None:
         """The last published boundary."""
@@ -346,7 +357,7 @@ class ControlBlock:
         word = self._words[base]
         return Slot(
             index=index,
-            state=SlotState(word >> (_GENERATION_BITS + _STEP_BITS)),
+            state=SlotState(word >> _STATE_SHIFT),
             generation=word >> _STEP_BITS & (1 << _GENERATION_BITS) - 1,
             step=word & (1 << _STEP_BITS) - 1,
             size_bytes=self._words[base + 1],

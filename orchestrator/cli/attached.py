@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.agent.node import Agent
+from orchestrator.agent.ports import real_ports
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.clock import SystemClock
 from orchestrator.core.messages import Finish
@@ -59,7 +60,7 @@ class ThisMachine:
     async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
         """Run the agent in this process."""
         settings = self._settings.model_copy(update={"supervisor_url": supervisor_url, "token": token})
-        self._agent = asyncio.create_task(Agent(settings, self._store, SystemClock()).run(handle_signals=False))
+        self._agent = asyncio.create_task(Agent(settings, real_ports(settings, self._store)).run(handle_signals=False))
         self._agent.add_done_callback(lambda task: on_lost(settings.node, "the agent has ended"))
 
     def request(self, count: int) -> None:

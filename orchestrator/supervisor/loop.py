@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.clock import Clock
 from orchestrator.core.job import Job, JobSpec, new_job, step
@@ -27,6 +27,7 @@ from orchestrator.core.messages import (
     Tick,
 )
 from orchestrator.schedulers.base import Scheduler
+from orchestrator.supervisor.links import AgentLinks
 from orchestrator.supervisor.server import SupervisorServer
 from orchestrator.telemetry import EventLog, EventRecord
 
@@ -34,17 +35,45 @@ TICK_SECONDS = 0.1
 DELIVER_SECONDS = 2.0
 
 
+class Server(Protocol):
+    """Where agents and people reach the supervisor. It hands agents' connections to `Supervisor.links`."""
+
+    token: str
+
+    async def start(self) -> str:
+        """Listen; returns the URL."""
+        ...
+
+    async def stop(self) -> None:
+        """Close the port."""
+        ...
+
+    def count(self, record: EventRecord) -> None:
+        """Count an event for the metrics."""
+        ...
+
+
 class Supervisor:
     """Runs one job to its end."""
 
-    def __init__(self, spec: JobSpec, scheduler: Scheduler, clock: Clock, log: EventLog, token: str) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        scheduler: Scheduler,
+        clock: Clock,
+        log: EventLog,
+        token: str,
+        *,
+        open_server: Callable[[Supervisor, str], Server] = SupervisorServer,
+    ) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._log = log
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self._finish: Finish | None = None
         self.job: Job = new_job(spec, clock.monotonic())
-        self.server = SupervisorServer(self, token)
+        self.links = AgentLinks(self.submit, self.lose)
+        self.server: Server = open_server(self, token)
         self.on_listening: Callable[[str], None] = lambda _: None
         """Called with the server's URL before the first node is asked for."""
 
@@ -92,13 +121,14 @@ class Supervisor:
         finally:
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
-            await self.server.deliver(DELIVER_SECONDS)
+            await self.links.deliver(DELIVER_SECONDS)
             await self._scheduler.stop()
+            await self.links.close()
             await self.server.stop()
 
     def lose(self, node: str, reason: str) -> None:
         """A node is gone for certain, or is treated so."""
-        self.server.forget(node)  # nothing that it still says may arrive after the word that it is gone
+        self.links.forget(node)  # nothing that it still says may arrive after the word that it is gone
         self.submit(NodeLost(node=node, reason=reason))
 
     async def _tick_for_ever(self) -> None:
@@ -117,14 +147,14 @@ class Supervisor:
             case RequestNodes():
                 self._scheduler.request(action.count)
             case ReleaseNode():
-                self.server.dismiss(action.node)
+                self.links.dismiss(action.node)
                 self._scheduler.release(action.node)
             case Note():
                 self._emit(action)
             case Finish():
                 self._finish = action
             case _:
-                self.server.send(action.node, action)
+                self.links.send(action.node, action)
 
     def _emit(self, note: Note) -> None:
         record = EventRecord(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import TYPE_CHECKING
 
-from aiohttp import WSMsgType, web
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from orchestrator.agent.client import send_frames
+from orchestrator.agent.link import HEARTBEAT_SECONDS, WebSocketLink
 from orchestrator.agent.objects import token_middleware
-from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel, decode_event
-from orchestrator.core.messages import Action, Request, Requested
-from orchestrator.errors import ConfigError, ProtocolError
+from orchestrator.agent.wire import FRAME_BYTES_MAX
+from orchestrator.core.messages import Request, Requested
+from orchestrator.errors import ConfigError
 from orchestrator.telemetry import EventRecord
 
 if TYPE_CHECKING:
@@ -21,15 +19,11 @@ if TYPE_CHECKING:
 
 
 class SupervisorServer:
-    """Listens on loopback; keeps one channel per node for as long as the node lives."""
+    """Listens on loopback."""
 
     def __init__(self, supervisor: Supervisor, token: str) -> None:
         self._supervisor = supervisor
         self.token = token
-        self._channels: dict[str, Channel] = {}
-        self._sockets: dict[str, web.WebSocketResponse] = {}
-        self._senders: dict[str, asyncio.Task[None]] = {}
-        self._forgotten: set[str] = set()
         self._runner: web.AppRunner | None = None
         self.url = ""
         self.registry = CollectorRegistry()
@@ -62,75 +56,15 @@ class SupervisorServer:
         return self.url
 
     async def stop(self) -> None:
-        """Close all connections."""
-        for socket in list(self._sockets.values()):
-            await socket.close()
+        """Close the port."""
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def deliver(self, seconds: float) -> None:
-        """Wait, for a limited time, until every connected agent has left (they were dismissed)."""
-        until = asyncio.get_running_loop().time() + seconds
-        while self._sockets and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.01)
-
-    # -- agents ------------------------------------------------------------------------------------------
-
-    def send(self, node: str, action: Action) -> None:
-        """Queue an action for a node; it is delivered when the node is connected."""
-        self._channel(node).post(action)
-
-    def dismiss(self, node: str) -> None:
-        """Tell a node's agent to end."""
-        self._channel(node).post_dismissal()
-
-    def forget(self, node: str) -> None:
-        """The node is lost for certain: it is not listened to any more and not let in again."""
-        self._forgotten.add(node)
-        self._channels.pop(node, None)
-
-    def _channel(self, node: str) -> Channel:
-        return self._channels.setdefault(node, Channel())
-
     async def _agent(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(heartbeat=10, max_msg_size=FRAME_BYTES_MAX)
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX)
         await socket.prepare(request)
-        hello = json.loads(await socket.receive_str(timeout=10))
-        node = str(hello["node"])
-        channel = self._channels.get(node)
-        received = int(hello["received"])
-        if node in self._forgotten or (channel is None and received > 0):
-            await socket.send_json({"refused": "this supervisor does not know the node, or knows it as lost"})
-            return socket
-        channel = self._channel(node)
-        await self._close_earlier(node)
-        await socket.send_json({"received": channel.received})
-        channel.reconnect(received)
-        sender = asyncio.create_task(send_frames(channel, socket))
-        self._sockets[node], self._senders[node] = socket, sender
-        try:
-            async for frame in socket:
-                if frame.type is not WSMsgType.TEXT or node in self._forgotten:
-                    break
-                taken = channel.take(frame.data)
-                if taken is not None:
-                    self._supervisor.submit(decode_event(taken))
-        except ProtocolError as error:
-            self._supervisor.lose(node, f"its agent sent what the protocol does not allow: {error}")
-        finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
-            if self._sockets.get(node) is socket:
-                del self._sockets[node], self._senders[node]
+        await self._supervisor.links.serve(WebSocketLink(socket))
         return socket
-
-    async def _close_earlier(self, node: str) -> None:
-        """A node that connects again has lost its earlier connection: two senders would share one channel's frames."""
-        sender, earlier = self._senders.pop(node, None), self._sockets.pop(node, None)
-        if sender is not None and earlier is not None:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
-            await earlier.close()
 
     # -- verbs -------------------------------------------------------------------------------------------
 

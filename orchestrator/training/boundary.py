@@ -33,12 +33,21 @@ class Boundary:
     """Reads the agent's record at each boundary and keeps to it."""
 
     def __init__(
-        self, control: ControlBlock, launch: Launch, stage: Stage, alone: Callable[[], bool] = lambda: False
+        self,
+        control: ControlBlock,
+        launch: Launch,
+        stage: Stage,
+        alone: Callable[[], bool] = lambda: False,
+        *,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._control = control
         self._launch = launch
         self._stage = stage
         self._alone = alone
+        self._now_ns = now_ns
+        self._sleep = sleep
         self._seen = 0
         self._record = Record()
         self._last_ns = 0
@@ -46,7 +55,7 @@ class Boundary:
 
     def at(self, step: int, *, final: bool) -> Passing:
         """Pass the boundary after `step` completed steps; returns after staging if this is the agreed step."""
-        now_ns = time.monotonic_ns()
+        now_ns = self._now_ns()
         self._measure(now_ns)
         self._read()
         if final:
@@ -55,7 +64,7 @@ class Boundary:
         self._control.publish(step, now_ns)
         patience_seconds = FINAL_WAIT_SECONDS if final else self._launch.decision_wait_seconds
         passing = self._keep(step, patience_seconds) if self._concerns(step) else Passing.GO_ON
-        self._last_ns = time.monotonic_ns()
+        self._last_ns = self._now_ns()
         return passing
 
     def _measure(self, now_ns: int) -> None:
@@ -69,7 +78,7 @@ class Boundary:
 
     def start(self) -> None:
         """Training begins now: the first step's time is measured from here."""
-        self._last_ns = time.monotonic_ns()
+        self._last_ns = self._now_ns()
 
     def _read(self) -> None:
         selector = self._control.selector
@@ -88,26 +97,26 @@ class Boundary:
     def _await_proposal(self, step: int) -> None:
         """The job's last step is always saved: it is published only once its save is proposed."""
         self._control.set_phase(WorkerPhase.WAITING)
-        until = time.monotonic() + FINAL_WAIT_SECONDS
-        while not self._concerns(step) and time.monotonic() < until and not self._alone():
+        until_ns = self._now_ns() + int(FINAL_WAIT_SECONDS * 1e9)
+        while not self._concerns(step) and self._now_ns() < until_ns and not self._alone():
             self._echo(step)
-            time.sleep(LOOK_SECONDS)
+            self._sleep(LOOK_SECONDS)
             self._read()
         self._control.set_phase(WorkerPhase.RUNNING)
 
     def _keep(self, step: int, patience_seconds: float) -> Passing:
         """Wait at the proposed step for the decision, a later proposal, or the end of patience; then stage."""
-        until = time.monotonic() + patience_seconds
+        until_ns = self._now_ns() + int(patience_seconds * 1e9)
         self._control.set_phase(WorkerPhase.WAITING)
         try:
             while self._record.decided_step != step:
                 if self._record.proposed_step != step:
                     self._echo(step)
                     return Passing.GO_ON
-                if time.monotonic() > until:
+                if self._now_ns() > until_ns:
                     self._control.report_passed(step)
                     return Passing.GO_ON
-                time.sleep(LOOK_SECONDS)
+                self._sleep(LOOK_SECONDS)
                 self._read()
                 self._echo(step)
             return self._stage_now(step)
@@ -121,19 +130,19 @@ class Boundary:
             return Passing.GO_ON
         self._control.set_phase(WorkerPhase.STAGING)
         generation = self._launch.generation
-        started_ns = time.monotonic_ns()
+        started_ns = self._now_ns()
         self._control.start_slot(slot, generation, step)
         size_bytes = self._stage(slot, step, self._record.absent)
-        self._control.finish_slot(slot, generation, step, size_bytes, time.monotonic_ns() - started_ns)
+        self._control.finish_slot(slot, generation, step, size_bytes, self._now_ns() - started_ns)
         return Passing.LEAVE if self._record.mode is Mode.LEAVE else Passing.STAGED
 
     def _free_slot(self) -> int | None:
         """A free slot; waits for a limited time while both are being uploaded."""
-        until = time.monotonic() + self._launch.slot_wait_seconds
+        until_ns = self._now_ns() + int(self._launch.slot_wait_seconds * 1e9)
         while True:
             free = [slot.index for slot in self._control.slots() if slot.state is SlotState.FREE]
             if free:
                 return free[0]
-            if time.monotonic() > until:
+            if self._now_ns() > until_ns:
                 return None
-            time.sleep(LOOK_SECONDS)
+            self._sleep(LOOK_SECONDS)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from orchestrator.agent.gang import LocalGang
+from orchestrator.agent.workers import ProcessRuntime
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, Record, SlotState, WorkerPhase
 from orchestrator.core.messages import (
@@ -55,7 +56,9 @@ def gang_in(folder: Path, count: int = RANKS, first_rank: int = 0) -> LocalGang:
         meeting_address="127.0.0.1",
         meeting_port=1,
     )
-    return LocalGang(settings_in(folder, workers=count), action, "http://127.0.0.1:2", "objects token")
+    return LocalGang(
+        settings_in(folder, workers=count), ProcessRuntime(), action, "http://127.0.0.1:2", "objects token"
+    )
 
 
 @pytest.fixture

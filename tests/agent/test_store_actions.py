@@ -181,7 +181,7 @@ def slot(tmp_path: Path) -> tuple[Path, int]:
 
 
 async def test_an_upload_takes_the_shard_and_no_byte_more(store: MemoryStore, slot: tuple[Path, int]) -> None:
-    uploads = Uploads(store, 1)
+    uploads = Uploads(store, SystemClock(), 1)
     try:
         assert await uploads.start(place(), *slot, lambda: True) >= 0
     finally:
@@ -206,7 +206,7 @@ class Slow(MemoryStore):
 async def test_a_slot_counts_as_being_read_from_start_to_end(slot: tuple[Path, int]) -> None:
     """It must not be freed before the last byte is out."""
     store = Slow()
-    uploads = Uploads(store, 1)
+    uploads = Uploads(store, SystemClock(), 1)
     try:
         upload = uploads.start(place(), *slot, lambda: True)
         assert uploads.reading(slot[0])
@@ -224,7 +224,7 @@ async def test_a_slot_counts_as_being_read_from_start_to_end(slot: tuple[Path, i
 
 async def test_a_slot_that_was_used_again_meanwhile_gets_no_receipt(store: MemoryStore, slot: tuple[Path, int]) -> None:
     """F108: what was read may be two steps' bytes; without a receipt it is never committed."""
-    uploads = Uploads(store, 1)
+    uploads = Uploads(store, SystemClock(), 1)
     try:
         with pytest.raises(StoreError, match="no receipt"):
             await uploads.start(place(), *slot, lambda: False)
@@ -243,7 +243,7 @@ async def test_a_slot_that_is_not_what_it_should_be_is_an_error_of_the_upload(
     path = tmp_path / "slot"
     if content is not None:
         path.write_bytes(content)
-    uploads = Uploads(store, 1)
+    uploads = Uploads(store, SystemClock(), 1)
     try:
         with pytest.raises((FormatError, FileNotFoundError)):
             await uploads.start(place(), path, 8192, lambda: True)
@@ -254,7 +254,7 @@ async def test_a_slot_that_is_not_what_it_should_be_is_an_error_of_the_upload(
 async def test_the_named_points_of_an_upload_come_in_order(store: MemoryStore, slot: tuple[Path, int]) -> None:
     seen: list[tuple[str, int]] = []
     telemetry.set_point_hook(lambda point, where: seen.append((point, len(list(store.entries(""))))))
-    uploads = Uploads(store, 1)
+    uploads = Uploads(store, SystemClock(), 1)
     try:
         await uploads.start(place(), *slot, lambda: True)
     finally:

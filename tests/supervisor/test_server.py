@@ -137,8 +137,8 @@ async def test_an_agent_of_another_supervisor_is_refused(client: aiohttp.ClientS
 
 
 async def test_a_lost_node_is_not_let_in_again(client: aiohttp.ClientSession, supervisor: Supervisor) -> None:
-    supervisor.server.send("node-0", Prepare(node="node-0", generation=1, ballot=1, step=1))
-    supervisor.server.forget("node-0")
+    supervisor.links.send("node-0", Prepare(node="node-0", generation=1, ballot=1, step=1))
+    supervisor.links.forget("node-0")
     async with client.ws_connect("/agent") as socket:
         await socket.send_json({"node": "node-0", "received": 0})
         assert "refused" in await socket.receive_json()

@@ -10,7 +10,6 @@ import pytest
 from orchestrator.checkpoint import slots
 from orchestrator.checkpoint.slots import ControlBlock, Record, SlotState, WorkerPhase
 from orchestrator.core.messages import Mode
-from orchestrator.training import boundary as module
 from orchestrator.training.boundary import FINAL_WAIT_SECONDS, Boundary, Passing
 from tests.training.agents import FakeTime
 from tests.training.states import launch
@@ -59,7 +58,7 @@ class Scene:
         self.worker = worker
         self.staged: list[tuple[int, int, tuple[int, ...]]] = []
         self.stage_seconds = 0.0
-        self.boundary = Boundary(self.worker, self.place, self.stage)
+        self.boundary = Boundary(self.worker, self.place, self.stage, now_ns=time.monotonic_ns, sleep=time.sleep)
         self.boundary.start()
 
     def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
@@ -83,10 +82,8 @@ class Scene:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    fake = FakeTime()
-    monkeypatch.setattr(module, "time", fake)
-    return fake
+def time() -> FakeTime:
+    return FakeTime()
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from orchestrator.errors import (
 )
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.training import boundary, rng, session
+from orchestrator.training.boundary import Boundary
 from orchestrator.training.sampler import ResumableSampler
 from orchestrator.training.session import Run, attach
 from tests.checkpoint.stores import change_byte
@@ -57,6 +58,13 @@ def process_as_before() -> Iterator[None]:
     rng.restore(state)
 
 
+def use_time(patch: pytest.MonkeyPatch, time: FakeTime) -> None:
+    """Boundaries made from now on live in that time."""
+    defaults = Boundary.__init__.__kwdefaults__
+    patch.setitem(defaults, "now_ns", time.monotonic_ns)
+    patch.setitem(defaults, "sleep", time.sleep)
+
+
 class LocalStore(MemoryStore):
     """What the agent would serve."""
 
@@ -75,7 +83,7 @@ class Stage:
         self._patch = monkeypatch
         monkeypatch.setattr(session, "PeerStore", lambda url, token: self.store)
         monkeypatch.setattr(session, "time", self.time)
-        monkeypatch.setattr(boundary, "time", self.time)
+        use_time(monkeypatch, self.time)
         monkeypatch.setattr(boundary, "FINAL_WAIT_SECONDS", 2.0)  # turns of the loops, in truth
         monkeypatch.setattr(session, "LEAVE_SECONDS_MAX", 60.0)
 
@@ -315,7 +323,7 @@ def test_restoring_over_the_agents_port(stage: Stage, monkeypatch: pytest.Monkey
     base = committed_at(stage, 5)
     monkeypatch.undo()
     monkeypatch.setattr(session, "time", stage.time)
-    monkeypatch.setattr(boundary, "time", stage.time)
+    use_time(monkeypatch, stage.time)
     with served(stage.store) as url:
         place = launch(stage.folder, generation=9, base=base, objects_url=url, token=TOKEN)
         agent = OneAgent(place=place, store=stage.store)

@@ -1,0 +1,73 @@
+"""What an agent touches outside its own memory, as ports: the supervisor, worker processes, its object server.
+
+The real ones are put together by `real_ports`; simulation brings its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from orchestrator.agent.client import WebSocketConnector
+from orchestrator.agent.link import Connect
+from orchestrator.agent.objects import HttpObjectServer
+from orchestrator.agent.settings import AgentSettings
+from orchestrator.agent.workers import ProcessRuntime, Worker
+from orchestrator.clock import Clock, SystemClock
+from orchestrator.storage.base import ObjectStore
+
+OnExit = Callable[[Worker], None]
+
+
+class Runtime(Protocol):
+    """Starts and ends workers. An exit is certain when `on_exit` is called."""
+
+    def launch(self, worker: Worker, command: Sequence[str], environment: Mapping[str, str], on_exit: OnExit) -> None:
+        """Start the user's command for one rank; its output goes to its log file."""
+        ...
+
+    def adopt(self, worker: Worker, pid: int, on_exit: OnExit) -> None:
+        """Watch a process that somebody else started."""
+        ...
+
+    def end(self, worker: Worker) -> None:
+        """End it at once, with everything it started."""
+        ...
+
+
+class ObjectServer(Protocol):
+    """Serves a store to this node's workers and peers, who hold no credentials."""
+
+    async def start(self, store: ObjectStore, token: str, address: str) -> str:
+        """Listen at the address; returns the URL."""
+        ...
+
+    async def stop(self) -> None:
+        """Close the port."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPorts:
+    """Everything that an agent is given."""
+
+    store: ObjectStore
+    clock: Clock
+    connect: Connect
+    runtime: Runtime
+    object_server: ObjectServer
+    look_seconds_busy: float = 0.005
+    """Between two looks at the control blocks while an agreement is open."""
+    look_seconds_idle: float = 0.05
+
+
+def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
+    """Processes, sockets and clocks of this machine."""
+    return AgentPorts(
+        store=store,
+        clock=SystemClock(),
+        connect=WebSocketConnector(settings),
+        runtime=ProcessRuntime(),
+        object_server=HttpObjectServer(),
+    )

@@ -1,0 +1,101 @@
+"""A simulated object store: one truth, seen by each process through latency, failures and outages.
+
+`SimulatedStore` is one process's view: an operation takes effect at one instant of its duration and may fail before
+or after that instant. The truth is a `storage.memory.MemoryStore` that tells an observer of every write.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+from orchestrator.errors import StoreError
+from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.memory import MemoryStore
+from orchestrator.testing.simulated_time import SimulatedProcess, pause
+
+Written = Callable[[str, bytes, SimulatedProcess], None]
+
+
+class Weather:
+    """How the store behaves at the moment; changed by faults."""
+
+    def __init__(self, draw: random.Random, latency_seconds: float) -> None:
+        self.random = draw
+        self.latency_seconds = latency_seconds
+        self.fail_share = 0.0
+        self.out = False
+        self.failures = 0
+
+    def latency(self) -> float:
+        """Part of an operation's time, with a long tail."""
+        return self.latency_seconds * self.random.choice((0.2, 0.5, 1.0, 1.0, 6.0))
+
+    def fails(self) -> bool:
+        """Whether an operation fails at this point."""
+        failed = self.out or (self.fail_share > 0 and self.random.random() < self.fail_share)
+        self.failures += failed
+        return failed
+
+
+class SimulatedStore:
+    """One process's view of the store; an `ObjectStore`."""
+
+    def __init__(
+        self, truth: MemoryStore, weather: Weather, process: SimulatedProcess, written: Written = lambda *_: None
+    ) -> None:
+        self._truth = truth
+        self._weather = weather
+        self._process = process
+        self._written = written
+
+    def seen_by(self, process: SimulatedProcess) -> SimulatedStore:
+        """The same store as another process sees it."""
+        return SimulatedStore(self._truth, self._weather, process, self._written)
+
+    @property
+    def url(self) -> str:
+        """See the port."""
+        return self._truth.url
+
+    def _before(self, key: str) -> None:
+        pause(self._weather.latency())
+        if self._weather.fails():
+            raise StoreError(key, "503 (simulated)")
+
+    def _after(self, key: str) -> None:
+        pause(self._weather.latency())
+        if self._weather.fails():
+            raise StoreError(key, "the answer was lost (simulated)")
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        """See the port; the pieces are read over a while, as an upload does."""
+        self._before(key)
+        content = bytearray()
+        for piece in pieces:
+            content += piece
+            pause(self._weather.latency())
+        self._truth.create(key, [bytes(content)])
+        self._written(key, bytes(content), self._process)
+        self._after(key)
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See the port."""
+        self._before(key)
+        return self._truth.read(key, start, stop)
+
+    def size(self, key: str) -> int:
+        """See the port."""
+        self._before(key)
+        return self._truth.size(key)
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """See the port."""
+        self._before(prefix)
+        return self._truth.entries(prefix)
+
+    def delete(self, key: str) -> None:
+        """See the port."""
+        self._before(key)
+        self._truth.delete(key)
+        self._after(key)

@@ -1,0 +1,250 @@
+"""Simulated training processes: the real boundary, layout, staging and restore code around a training of a few numbers.
+
+A worker keeps to `training.session`'s order: restore the base, publish, step, boundary, leave. Its state is a chain in
+which every number depends on all steps before it, so that a checkpoint of the wrong step, or one put together from two
+steps, is found out by its values. `SimulatedRuntime` is the agent's port to it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from greenlet import GreenletExit
+
+from orchestrator.agent.workers import Worker
+from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
+from orchestrator.checkpoint.layout import Scope, ShardPlan, TensorSpec, plan_shard
+from orchestrator.checkpoint.reader import read_committed
+from orchestrator.checkpoint.restore import read_tensors
+from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
+from orchestrator.checkpoint.staging import Metadata, SlotFile
+from orchestrator.errors import FormatError, NotFoundError, StoreError
+from orchestrator.telemetry import reached
+from orchestrator.testing.simulated_store import SimulatedStore
+from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, SimulatedThread, current_process
+from orchestrator.training.boundary import Boundary, Passing
+
+WEIGHTS = 24  # elements of the state that all ranks hold alike: not divided by most world sizes
+SPEC = TensorSpec(name="weights", dtype="I64", width=8, shape=(WEIGHTS,), scope=Scope.SHARED)
+LOOK_SECONDS = (0.005, 0.03)  # how long a waiting worker sleeps between two looks
+OnExit = Callable[[Worker], None]
+
+
+def next_weights(weights: torch.Tensor, step: int) -> torch.Tensor:
+    """The state after one more step; depends on everything before."""
+    return (weights * 6364136223846793005 + step + torch.arange(WEIGHTS)) ^ (weights >> 17)
+
+
+@lru_cache(maxsize=1)
+def _chain() -> list[torch.Tensor]:
+    return [torch.arange(WEIGHTS)]
+
+
+def weights_at(step: int) -> torch.Tensor:
+    """The state of an uninterrupted training after `step` steps."""
+    chain = _chain()
+    while len(chain) <= step:
+        chain.append(next_weights(chain[-1], len(chain)))
+    return chain[step]
+
+
+@lru_cache(maxsize=1024)
+def _plan(rank: int, world_size: int, absent: tuple[int, ...]) -> ShardPlan:
+    return plan_shard([SPEC], rank=rank, world_size=world_size, absent=absent, metadata_bytes=400)
+
+
+@dataclass(kw_only=True)
+class Group:
+    """The ranks of one generation, which add their gradients: a step ends when all have come to it."""
+
+    world_size: int
+    arrived: dict[int, int] = field(default_factory=dict)
+    waiting: list[SimulatedThread] = field(default_factory=list)
+
+    def meet(self, step: int, thread: SimulatedThread) -> None:
+        """Wait for all others at this step; for ever, if one of them is gone."""
+        self.arrived[step] = self.arrived.get(step, 0) + 1
+        if self.arrived[step] < self.world_size:
+            self.waiting.append(thread)
+            thread.wait()
+            return
+        for other in self.waiting:
+            thread.loop.call_soon(other.resume)
+        self.waiting.clear()
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What all workers of a job have in common."""
+
+    until: int
+    step_seconds: float
+    start_seconds: float
+    synchronous: bool
+    decision_wait_seconds: float
+    groups: dict[int, Group] = field(default_factory=dict)
+    object_stores: dict[str, SimulatedStore] = field(default_factory=dict)
+    """Agents' object servers by URL."""
+
+
+class SimulatedRuntime:
+    """Starts and ends the workers of one agent."""
+
+    def __init__(self, loop: SimulatedLoop, draw: random.Random, training: Training, agent: SimulatedProcess) -> None:
+        self._loop = loop
+        self._random = draw
+        self._training = training
+        self._agent = agent
+        self._processes: dict[int, SimulatedProcess] = {}
+        self._pids = 0
+        agent.on_death.append(self._kill_all)
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def launch(self, worker: Worker, command: Sequence[str], environment: Mapping[str, str], on_exit: OnExit) -> None:
+        """See the port."""
+        self._pids += 1
+        worker.pid = self._pids
+        process = SimulatedProcess(f"{self._agent.name}/rank-{worker.rank}")
+        self._processes[worker.pid] = process
+        program = _Program(self._random, self._training, process, str(environment[LAUNCH_VARIABLE]))
+        process.on_death.append(lambda: self._report(worker, -9, on_exit))
+        start = self._random.uniform(0.2, 1.0) * self._training.start_seconds
+        self._loop.call_later(start, self._start, process, program, worker, on_exit)
+
+    def _start(self, process: SimulatedProcess, program: _Program, worker: Worker, on_exit: OnExit) -> None:
+        def work() -> None:
+            code = program.run()
+            if process.alive:
+                process.on_death.clear()
+                process.alive = False
+                self._report(worker, code, on_exit)
+
+        if process.alive:
+            self._loop.start_thread(process, work)
+
+    def _report(self, worker: Worker, code: int, on_exit: OnExit) -> None:
+        """The kernel tells the agent, if that still lives."""
+
+        def tell() -> None:
+            if self._agent.alive and not worker.exited:
+                worker.exited, worker.exit_code = True, code
+                on_exit(worker)
+
+        self._loop.call_later(self._random.uniform(0.001, 0.05), tell)
+
+    def adopt(self, worker: Worker, pid: int, on_exit: OnExit) -> None:
+        """Not simulated: attached mode has its own tests."""
+        raise NotImplementedError(pid)
+
+    def end(self, worker: Worker) -> None:
+        """See the port."""
+        process = self._processes.get(worker.pid)
+        if self._agent.alive and process is not None and not worker.exited:
+            worker.ended_by_us = True
+            self._loop.call_later(self._random.uniform(0.0, 0.05), process.kill)
+
+    def alive(self) -> list[SimulatedProcess]:
+        """Workers that run."""
+        return [process for process in self._processes.values() if process.alive]
+
+    def crash(self, process: SimulatedProcess) -> None:
+        """A worker dies by itself."""
+        process.kill()
+
+
+class _Program:
+    """The training script of one rank."""
+
+    def __init__(self, draw: random.Random, training: Training, process: SimulatedProcess, launch: str) -> None:
+        self._random = draw
+        self._training = training
+        self._process = process
+        self._launch_path = launch
+
+    def run(self) -> int:
+        """From attach to the end; the exit status."""
+        from pathlib import Path
+
+        given = Launch.read(Path(self._launch_path))
+        launch = given.model_copy(update={"decision_wait_seconds": self._training.decision_wait_seconds})
+        control = ControlBlock.open(launch.control_path)
+        try:
+            return self._train(launch, control)
+        except (FormatError, NotFoundError):
+            control.set_phase(WorkerPhase.UNREADABLE)
+            return 1
+        except StoreError:
+            return 1
+        except GreenletExit:
+            raise
+        finally:
+            control.close()
+
+    def _train(self, launch: Launch, control: ControlBlock) -> int:
+        control.set_phase(WorkerPhase.RESTORING)
+        step, weights = self._restore(launch)
+        self._slots = [SlotFile(path) for path in launch.slot_paths]
+        self._state = weights
+        thread = current_thread()
+        boundary = Boundary(
+            control,
+            launch,
+            lambda index, at, absent: self._stage(launch, index, at, absent),
+            now_ns=lambda: int(thread.loop.now * 1e9),
+            sleep=lambda _: thread.pause(self._random.uniform(*LOOK_SECONDS)),
+        )
+        control.set_slot_bytes(_plan(launch.rank, launch.world_size, ()).size_bytes)
+        control.set_info({"step": step, "until": self._training.until, "allowed_world_sizes": None})
+        control.set_phase(WorkerPhase.RUNNING)
+        boundary.start()
+        group = self._training.groups.setdefault(launch.generation, Group(world_size=launch.world_size))
+        pace = self._random.uniform(0.8, 1.3) * self._training.step_seconds
+        while step < self._training.until:
+            thread.pause(pace * self._random.uniform(0.8, 1.2))
+            if self._training.synchronous:
+                group.meet(step, thread)
+            step += 1
+            self._state = next_weights(self._state, step)
+            if boundary.at(step, final=step == self._training.until) is Passing.LEAVE:
+                control.set_phase(WorkerPhase.LEFT)
+                while control.outcome()[0] is not LeaveOutcome.RELEASED:
+                    thread.wait()  # the agent ends this process
+        control.set_phase(WorkerPhase.FINISHED)
+        return 0
+
+    def _restore(self, launch: Launch) -> tuple[int, torch.Tensor]:
+        if launch.base is None:
+            return 0, weights_at(0)
+        store = self._training.object_stores[launch.objects_url].seen_by(self._process)
+        index = read_committed(store, launch.base)
+        weights = torch.empty(WEIGHTS, dtype=torch.int64)
+        read_tensors(store, index, {"weights": weights})
+        return int(index.values["step"]), weights
+
+    def _stage(self, launch: Launch, index: int, step: int, absent: tuple[int, ...]) -> int:
+        reached("before-stage", rank=launch.rank, step=step)
+        plan = _plan(launch.rank, launch.world_size, absent)
+        values = {"step": step}
+        gate = {"step": step, "lr": "", "data": None, "rng": ""}
+        metadata = Metadata(values=values, rank_values={"rank": launch.rank, "step": step}, gate=gate)
+        self._slots[index].stage(plan, {"weights": self._state}, metadata)
+        current_thread().pause(self._random.uniform(0.0, 0.05))
+        reached("after-stage", rank=launch.rank, step=step)
+        return plan.size_bytes
+
+
+def current_thread() -> SimulatedThread:
+    """The simulated thread that runs at the moment."""
+    from greenlet import getcurrent
+
+    thread = getcurrent()
+    assert isinstance(thread, SimulatedThread)
+    assert current_process() is thread.process
+    return thread
