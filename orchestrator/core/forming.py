@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from orchestrator.core import ending, preflight, saving
+from orchestrator.core import breaking, finishing, preflight, proposing
 from orchestrator.core.membership import choose_members, form
 from orchestrator.core.messages import (
     GenerationOpened,
     GenerationRefused,
     LaunchWorkers,
     NodeJoined,
-    NoticeKind,
-    NoticeReceived,
     OpenGeneration,
     Outcome,
     RankAttached,
@@ -19,7 +17,8 @@ from orchestrator.core.messages import (
     ReleaseNode,
     RequestNodes,
 )
-from orchestrator.core.states import Ending, Node, Phase, Rank, Trigger, Turn
+from orchestrator.core.states import Ending, Node, Phase, Rank, Trigger
+from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
 
 
@@ -35,58 +34,13 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     turn.note("node joined", f"{event.workers} workers can run there", node=event.node)
 
 
-def on_notice(turn: Turn, event: NoticeReceived) -> None:
-    """A node will go: earliest deadline wins, the same notice counts once, a cancel undoes only its own."""
-    node = turn.job.nodes.get(event.node)
-    if node is None:
-        return
-    if event.kind == NoticeKind.CANCEL:
-        _cancel_notice(turn, event, node)
-        return
-    if event.notice_id in node.notice_ids:
-        return
-    if event.kind == NoticeKind.HINT:
-        turn.set_node(event.node, notice_ids=(*node.notice_ids, event.notice_id))
-        turn.set(save_asked=True)
-        turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
-        return
-    deadline = None if event.remaining_seconds is None else turn.now + event.remaining_seconds
-    known = [value for value in (node.deadline_seconds, deadline) if value is not None]
-    turn.set_node(
-        event.node,
-        going=True,
-        deadline_seconds=min(known, default=None),
-        notice_ids=(*node.notice_ids, event.notice_id),
-    )
-    left = "no deadline" if deadline is None else f"{event.remaining_seconds:.1f} s left"
-    turn.note(
-        "notice received",
-        f"{event.source}: {event.kind}, {left}",
-        node=event.node,
-        step=turn.job.highest_step,
-        facts=turn.facts(remaining_seconds=event.remaining_seconds),
-    )
-    saving.node_is_going(turn, event.node)
-
-
-def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
-    if event.notice_id not in node.notice_ids:
-        return
-    rest = tuple(notice for notice in node.notice_ids if notice != event.notice_id)
-    turn.set_node(
-        event.node, notice_ids=rest, going=bool(rest), deadline_seconds=node.deadline_seconds if rest else None
-    )
-    turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
-    saving.node_stays(turn)
-
-
 def consider(turn: Turn) -> None:
     """In GATHERING: ask for missing nodes, give back those that are going or too many, form when it is time."""
     job = turn.job
     if job.phase is not Phase.GATHERING:
         return
     if job.ending is not None:
-        ending.conclude(turn)
+        finishing.conclude(turn)
         return
     _give_back(turn)
     request_missing(turn)
@@ -105,7 +59,7 @@ def consider(turn: Turn) -> None:
     if choice.nodes is None:
         if not choice.could_grow:
             turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.USAGE), reason=choice.reason))
-            ending.conclude(turn)
+            finishing.conclude(turn)
         turn.set(since_seconds=turn.now)  # patience begins when there are enough nodes to form at all
         return
     if choice.could_grow and turn.now - job.since_seconds < patience:
@@ -166,7 +120,7 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
         turn.note("checkpoint skipped", problem, generation=event.generation)
     if job.ending is not None:
         turn.go(Trigger.CONCLUDED)
-        ending.record(turn)
+        finishing.record(turn)
         return
     if any(name not in job.available for name in job.members) or len(job.members) > job.wanted_nodes:
         turn.go(Trigger.OPEN_FAILED)
@@ -248,13 +202,13 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
         Refusal.FORMAT: ExitCode.NEVER_RESTART,
     }
     turn.go(Trigger.REFUSED)
-    ending.finish(turn, int(codes[event.refusal]), event.reason)
+    finishing.finish(turn, int(codes[event.refusal]), event.reason)
 
 
 def on_rank_attached(turn: Turn, event: RankAttached) -> None:
     """A rank has restored its state; when all have, the job runs."""
     job = turn.job
-    if job.phase is not Phase.STARTING or not _present(turn, event.generation):
+    if job.phase is not Phase.STARTING or not turn.is_present(event.generation):
         return
     turn.set_rank(event.rank, attached=True, pid=event.pid, step=event.step)
     turn.set(ever_attached=True, until=event.until, allowed_world_sizes=event.allowed_world_sizes)
@@ -262,24 +216,19 @@ def on_rank_attached(turn: Turn, event: RankAttached) -> None:
     assert job.gang is not None
     allowed = event.allowed_world_sizes
     if allowed is not None and job.gang.world_size not in allowed:
-        ending.break_gang(
+        breaking.break_gang(
             turn, f"world size {job.gang.world_size} does not divide the global batch; {list(allowed)} do"
         )
         return
     if all(rank.attached for rank in job.ranks.values()):
         turn.go(Trigger.ALL_ATTACHED)
         turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
-        saving.drive(turn)
+        proposing.drive(turn)
 
 
 def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
     """Preflight: print once, for the whole gang, what saving will need."""
-    if not _present(turn, event.generation):
+    if not turn.is_present(event.generation):
         return
     turn.set_rank(event.rank, slot_bytes=event.slot_bytes)
     preflight.report(turn)
-
-
-def _present(turn: Turn, generation: int) -> bool:
-    """Whether a message belongs to the present generation; every other is ignored."""
-    return turn.job.gang is not None and turn.job.gang.generation == generation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.core.policy import fit_deadline
-from orchestrator.core.states import Turn
+from orchestrator.core.turn import Turn
 
 
 def report(turn: Turn) -> None:

@@ -15,11 +15,12 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.checkpoint.slots import Record
-from orchestrator.core import agreement, saving
+from orchestrator.core import agreement, settling
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.messages import Decide, Note, Request
-from orchestrator.core.states import Phase, Turn
+from orchestrator.core.states import Phase
+from orchestrator.core.turn import Turn
 from tests.core.job_model import Model, Worker, run_seed
 
 SEEDS = range(250)
@@ -98,19 +99,19 @@ def refusal_taken_for_an_echo(patch: pytest.MonkeyPatch) -> None:
 
 def committed_before_the_last_receipt(patch: pytest.MonkeyPatch) -> None:
     """The index is asked for as soon as any shard is durable (F28)."""
-    patch.setattr(saving, "committable", lambda save, gone, now_seconds: bool(save.durable))
+    patch.setattr(settling, "committable", lambda save, gone, now_seconds: bool(save.durable))
 
 
 def abandoned_by_a_node_that_is_lost(patch: pytest.MonkeyPatch) -> None:
     """Nobody takes over the abandoned index: clearing waits for a node that is gone."""
-    move = saving._move_save
+    move = settling.move_save
 
     def keep(turn: Turn, save: Save) -> None:
         if save.state is not SaveState.ABANDONING:
             move(turn, save)
 
-    patch.setattr(saving, "_move_save", keep)
-    patch.setattr(saving, "give_up", lambda turn, save, reason: None)
+    patch.setattr(settling, "move_save", keep)
+    patch.setattr(settling, "give_up", lambda turn, save, reason: None)
 
 
 def nobody_waits_for_the_decision(patch: pytest.MonkeyPatch) -> None:

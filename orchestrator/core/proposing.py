@@ -1,0 +1,278 @@
+"""Which step is saved next: proposals, echoes, the decision, and why a save is due. Pure; see `core.states`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.core import agreement, breaking, settling, shards
+from orchestrator.core.commit import Save
+from orchestrator.core.membership import choose_members
+from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
+from orchestrator.core.policy import arm_now, fit_deadline, periodic_step
+from orchestrator.core.states import Leave, Phase, Trigger
+from orchestrator.core.turn import Turn
+
+
+def on_save_asked(turn: Turn, event: SaveAsked) -> None:
+    """`run.save()`: at the next step that all ranks can agree on."""
+    if turn.is_present(event.generation):
+        turn.set(save_asked=True)
+        drive(turn)
+
+
+def on_progress(turn: Turn, event: Progress) -> None:
+    """New published steps."""
+    if not turn.is_present(event.generation):
+        return
+    ranks = dict(turn.job.ranks)
+    for new in event.ranks:
+        ranks[new.rank] = replace(
+            ranks[new.rank], step=new.step, step_seconds=new.step_seconds, free_slots=new.free_slots
+        )
+    turn.set(ranks=ranks)
+    job = turn.job
+    base_step = job.base.step if job.base else 0
+    if job.awaiting_first_step and job.phase is Phase.RUNNING and job.lowest_step > base_step:
+        turn.set(awaiting_first_step=False)
+        since = job.broken_at_seconds
+        facts = turn.facts(seconds=None if since is None else turn.now - since)
+        turn.note("first good step", f"step {job.lowest_step} is done", step=job.lowest_step, facts=facts)
+        turn.set(broken_at_seconds=None)
+    drive(turn)
+
+
+def on_echoed(turn: Turn, event: Echoed) -> None:
+    """Workers have read the proposal in time."""
+    proposal = turn.job.proposal
+    if proposal is not None and turn.is_present(event.generation):
+        turn.set(proposal=agreement.echo(proposal, ballot=event.ballot, ranks=event.ranks))
+        drive(turn)
+
+
+def on_refused(turn: Turn, event: Refused) -> None:
+    """A rank was past the proposed step: a higher ballot is needed."""
+    proposal = turn.job.proposal
+    if proposal is None or not turn.is_present(event.generation):
+        return
+    _rank_is_at(turn, event.rank, event.step)
+    turn.set(proposal=agreement.refuse(proposal, ballot=event.ballot, rank=event.rank))
+    drive(turn)
+
+
+def on_passed(turn: Turn, event: Passed) -> None:
+    """A rank went on without staging: the step is torn and must not be used, unless it can do without that rank."""
+    if not turn.is_present(event.generation):
+        return
+    _rank_is_at(turn, event.rank, event.step)
+    job = turn.job
+    save = job.saves.get(CheckpointId(generation=event.generation, step=event.step))
+    if save is not None and event.rank in save.absent:
+        turn.set_save(replace(save, given_up=save.given_up | {event.rank}))
+        shards.move_saves(turn)
+    elif save is not None:
+        settling.abandon(turn, save, f"rank {event.rank} saw no decision in time and went on")
+        if save.mode is Mode.LEAVE:
+            breaking.break_gang(turn, f"rank {event.rank} missed the agreed step {event.step}")
+        drive(turn)
+    elif job.proposal is not None and job.proposal.step == event.step:
+        turn.set(proposal=agreement.refuse(job.proposal, ballot=job.proposal.ballot, rank=event.rank))
+        drive(turn)
+
+
+def _rank_is_at(turn: Turn, rank: int, step: int) -> None:
+    """A rank is known to have reached a step before its progress was reported."""
+    if rank in turn.job.ranks and step > turn.job.ranks[rank].step:
+        turn.set_rank(rank, step=step)
+
+
+def drive(turn: Turn) -> None:
+    """In RUNNING: move the agreement on as far as what is known allows."""
+    if turn.job.phase is not Phase.RUNNING:
+        return
+    _want_to_grow(turn)
+    proposal = turn.job.proposal
+    if proposal is None:
+        _propose_if_due(turn)
+        return
+    assert turn.job.gang is not None
+    if proposal.refused_by is not None:
+        turn.set(proposal=None, attempt=min(turn.job.attempt + 1, 8))
+        _propose_if_due(turn)
+    elif turn.job.leave is not None and _nearer_step(turn) is not None:
+        turn.set(proposal=None)
+        _propose_if_due(turn)
+    elif agreement.agreed(proposal, world_size=turn.job.gang.world_size):
+        blocking = settling.staging_save(turn)
+        if blocking is None or proposal.step < blocking.id.step:
+            if blocking is not None:
+                settling.abandon(turn, blocking, f"all ranks leave at step {proposal.step} before it")
+            _decide(turn, proposal)
+
+
+def _nearer_step(turn: Turn) -> int | None:
+    """A step at which everybody could leave much sooner than at the open proposal's."""
+    job = turn.job
+    assert job.proposal is not None
+    assert job.leave is not None
+    if job.leave.at_next_save:
+        return None
+    margin = agreement.margin_steps(job.step_seconds, job.attempt)
+    near = job.highest_step + margin
+    return near if job.proposal.step > near + margin else None
+
+
+def _propose_if_due(turn: Turn) -> None:
+    job = turn.job
+    urgent = job.leave is not None and not job.leave.at_next_save
+    if urgent or job.save_asked:
+        staging = settling.staging_save(turn)
+        if not urgent and staging is not None:
+            return
+        blocking = staging.id.step if staging is not None else None
+        near = job.highest_step + agreement.margin_steps(job.step_seconds, job.attempt)
+        after = blocking if blocking is not None and blocking <= near else None
+        choice = agreement.choose_step(
+            highest=job.highest_step, step_seconds=job.step_seconds, until=job.until, after=after, attempt=job.attempt
+        )
+        if choice.step is not None:
+            _propose(turn, choice.step, job.leave.reason if job.leave else "a save was asked for", choice.reason)
+        return
+    if settling.staging_save(turn) is None:
+        _propose_periodic(turn)
+
+
+def _propose_periodic(turn: Turn) -> None:
+    job = turn.job
+    margin = agreement.margin_steps(job.step_seconds, job.attempt)
+    reachable = job.highest_step + margin - 1
+    if job.until is not None:
+        reachable = min(reachable, job.until - 1)
+    last = max(job.last_save_step, reachable)
+    step = periodic_step(last=last, every=job.spec.save_every_steps, until=job.until)
+    if step is None or job.highest_step >= step:
+        return
+    _note_skipped(turn, step)
+    if not arm_now(step=step, highest=job.highest_step, step_seconds=job.step_seconds, margin=margin):
+        return
+    final = step == job.until
+    if not final and any(rank.free_slots == 0 for rank in job.ranks.values()):
+        return  # an upload may end in time; once the step is out of reach, it is noted as skipped
+    why = "the job's last step" if final else f"every {job.spec.save_every_steps} steps"
+    _propose(turn, step, why, f"next save after step {job.last_save_step}")
+
+
+def _note_skipped(turn: Turn, step: int) -> None:
+    """The periodic step before `step` passed without a save: say so, once."""
+    job = turn.job
+    missed = periodic_step(last=job.last_save_step, every=job.spec.save_every_steps, until=job.until)
+    if missed is None or missed >= step:
+        return
+    turn.set(last_save_step=step - 1)
+    busy = [rank for rank, state in job.ranks.items() if state.free_slots == 0]
+    why = f"both slots of ranks {busy} are still needed" if busy else "no step could be agreed in time"
+    turn.note("save skipped", f"{why}; the next one is at step {step}", step=missed)
+
+
+def _propose(turn: Turn, step: int, why: str, arithmetic: str) -> None:
+    job = turn.job
+    assert job.gang is not None
+    ballot = job.ballot + 1
+    turn.set(ballot=ballot, proposal=agreement.Proposal(ballot=ballot, step=step))
+    turn.note("step proposed", f"{why}: {arithmetic}", step=step, facts=turn.facts(ballot=ballot))
+    for node in turn.gang_nodes():
+        turn.do(Prepare(node=node, generation=job.gang.generation, ballot=ballot, step=step))
+
+
+def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
+    job = turn.job
+    assert job.gang is not None
+    leave = job.leave
+    absent, deadline = _absent(turn)
+    mode = Mode.LEAVE if leave else Mode.STAY
+    save = Save(
+        id=CheckpointId(generation=job.gang.generation, step=proposal.step),
+        mode=mode,
+        world_size=job.gang.world_size,
+        absent=absent,
+        decided_at_seconds=turn.now,
+        deadline_seconds=deadline,
+    )
+    turn.set_save(save)
+    turn.set(proposal=None, attempt=1, save_asked=False, last_save_step=max(job.last_save_step, proposal.step))
+    remaining = None if deadline is None else deadline - turn.now
+    fit = fit_deadline(
+        steps_away=max(0, proposal.step - job.highest_step),
+        step_seconds=job.step_seconds,
+        stage_seconds=job.stage_seconds,
+        size_bytes=max((rank.slot_bytes for rank in job.ranks.values()), default=0),
+        bandwidth_bytes_per_second=job.bandwidth_bytes_per_second,
+        remaining_seconds=remaining,
+    )
+    why = f"{leave.reason}; {fit.reason}" if leave else f"all {job.gang.world_size} ranks echoed"
+    without = f"; without ranks {sorted(absent)}" if absent else ""
+    turn.note("step agreed", f"{mode}: {why}{without}", step=proposal.step, facts=turn.facts(fits=fit.fits))
+    for node in turn.gang_nodes():
+        turn.do(
+            Decide(
+                node=node,
+                generation=job.gang.generation,
+                ballot=proposal.ballot,
+                step=proposal.step,
+                mode=mode,
+                absent=tuple(sorted(absent)),
+                remaining_seconds=remaining,
+            )
+        )
+    if leave:
+        turn.set(broken_at_seconds=leave.since_seconds)
+        turn.go(Trigger.LEAVE_DECIDED)
+
+
+def _absent(turn: Turn) -> tuple[frozenset[int], float | None]:
+    """The ranks that may not be waited for, and the earliest deadline; nobody if everybody is going."""
+    job = turn.job
+    assert job.gang is not None
+    going = going_ranks(turn)
+    members = [job.nodes[name] for name in turn.gang_nodes()]
+    deadlines = [node.deadline_seconds for node in members if node.going and node.deadline_seconds is not None]
+    everyone = len(going) == job.gang.world_size
+    return (frozenset() if everyone else going), min(deadlines, default=None)
+
+
+def going_ranks(turn: Turn) -> frozenset[int]:
+    job = turn.job
+    if job.gang is None:
+        return frozenset()
+    return frozenset(rank for name, node in job.nodes.items() if node.going for rank in job.gang.ranks_of(name))
+
+
+def _want_to_grow(turn: Turn) -> None:
+    """Nodes have joined that the gang could use: everybody leaves at the next periodic save to let them in."""
+    job = turn.job
+    growing = job.leave is not None and job.leave.at_next_save
+    if job.proposal is None or (job.leave is not None and not growing):
+        return
+    new = could_join(turn)
+    last = job.until is not None and job.proposal.step >= job.until
+    if growing and (last or not new):
+        turn.set(leave=None)
+    elif new and not last and not growing:
+        turn.set(leave=Leave(reason=f"{', '.join(new)} can join", since_seconds=turn.now, at_next_save=True))
+
+
+def could_join(turn: Turn) -> tuple[str, ...]:
+    """Nodes outside the gang with which it would be larger."""
+    job = turn.job
+    if job.gang is None or job.spec.attached:
+        return ()
+    choice = choose_members(
+        available=job.available,
+        previous=job.gang.nodes,
+        nodes_min=1,
+        nodes_wanted=job.wanted_nodes,
+        workers_per_node=job.spec.workers_per_node,
+        allowed_world_sizes=job.allowed_world_sizes,
+    )
+    if choice.nodes is None or len(choice.nodes) <= len(job.gang.nodes):
+        return ()
+    return tuple(node for node in choice.nodes if node not in job.gang.nodes)

@@ -1,0 +1,134 @@
+"""What becomes of a decided step once its shards are there: committed, abandoned, settled. Pure.
+
+Bookkeeping only: nothing here ends a gang or proposes a step. Called by `breaking`, `shards` and what is above them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.core.commit import Save, SaveState, committable, hopeless
+from orchestrator.core.messages import Abandon, CheckpointId, Commit, IndexDecided, IndexFailed, Mode, Settled
+from orchestrator.core.states import Phase
+from orchestrator.core.turn import Turn
+
+COMMIT_ATTEMPTS_MAX = 3
+COMMIT_RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
+
+
+def move_save(turn: Turn, save: Save) -> None:
+    job = turn.job
+    writer_lost = save.committer is not None and save.committer not in job.nodes
+    if save.state is SaveState.ABANDONING and writer_lost:
+        _write_abandoned(turn, save, f"{save.committer}, which was to write this, is lost")
+    if save.state is SaveState.COMMITTING and writer_lost:
+        save = replace(save, state=SaveState.UPLOADING)
+    if save.mode is Mode.LEAVE and job.phase is Phase.LEAVING:
+        return  # absent ranks may still stage: the index waits until all have left
+    if save.state is SaveState.UPLOADING:
+        lost = hopeless(save, gone=job.gone_ranks)
+        if lost:
+            abandon(turn, save, f"the shards of ranks {sorted(lost)} went with their node")
+        elif committable(save, gone=job.gone_ranks, now_seconds=turn.now):
+            _commit(turn, save)
+
+
+def _commit(turn: Turn, save: Save) -> None:
+    committer = _any_node(turn, but=save.committer)
+    if committer is None:
+        give_up(turn, save, "no node is left to write the index: the next generation rolls it forward")
+        return
+    turn.set_save(replace(save, state=SaveState.COMMITTING, committer=committer))
+    turn.note("uploaded", f"{len(save.durable)} of {save.world_size} receipts are on the store", step=save.id.step)
+    turn.do(Commit(node=committer, generation=save.id.generation, step=save.id.step))
+
+
+def on_index_decided(turn: Turn, event: IndexDecided) -> None:
+    """The checkpoint is real, or will never be."""
+    save = save_of(turn, event.generation, event.step)
+    if save is None:
+        return
+    _settle(turn, save, committed=event.committed)
+    if event.committed:
+        known = turn.job.newest_committed
+        newest = save.id if known is None else max(known, save.id)
+        turn.set(newest_committed=newest, committed_at_seconds=turn.now, failures=0, fruitless=0)
+        seconds = turn.now - save.decided_at_seconds
+        facts = turn.facts(seconds_since_agreed=seconds, size_bytes=save.size_bytes, mode=str(save.mode))
+        if turn.job.leave is not None and save.mode is Mode.LEAVE:
+            facts["seconds_since_reason"] = turn.now - turn.job.leave.since_seconds
+        if save.deadline_seconds is not None:
+            facts["seconds_before_deadline"] = save.deadline_seconds - turn.now
+        turn.note(
+            "committed",
+            f"{len(save.durable)} of {save.world_size} shards, {seconds:.2f} s after the decision",
+            step=event.step,
+            facts=facts,
+        )
+    else:
+        turn.note("abandoned", "its index says so", step=event.step)
+
+
+def on_index_failed(turn: Turn, event: IndexFailed) -> None:
+    """The index could not be written: another agent tries; in the end the step stays undecided."""
+    save = save_of(turn, event.generation, event.step)
+    if save is None or save.state not in (SaveState.COMMITTING, SaveState.ABANDONING):
+        return
+    if save.state is SaveState.COMMITTING and save.attempts < COMMIT_ATTEMPTS_MAX:
+        retry_at = turn.now + COMMIT_RETRY_SECONDS * save.attempts
+        turn.set_save(replace(save, state=SaveState.UPLOADING, attempts=save.attempts + 1, retry_at_seconds=retry_at))
+        return
+    turn.note("save failed", f"the index could not be written: {event.reason}", node=event.node, step=event.step)
+    _settle(turn, save, committed=False)
+
+
+def abandon(turn: Turn, save: Save, reason: str) -> None:
+    """Give a decided step up: its folder gets an abandoned index, its slots become free."""
+    if save.state is SaveState.ABANDONING:
+        return
+    turn.note("abandoned", reason, step=save.id.step)
+    _write_abandoned(turn, save, reason)
+
+
+def abandon_unstaged(turn: Turn, reason: str) -> None:
+    """Nothing will be staged any more: give up every decided step that is not complete."""
+    for save in list(turn.job.saves.values()):
+        if save.state is SaveState.STAGING:
+            abandon(turn, save, f"not all ranks staged it: {reason}")
+
+
+def give_up(turn: Turn, save: Save, reason: str) -> None:
+    """Nobody can write the index now: the step is forgotten here and stays undecided on the store."""
+    turn.note("save failed", reason, step=save.id.step)
+    _settle(turn, save, committed=False)
+
+
+def _write_abandoned(turn: Turn, save: Save, reason: str) -> None:
+    node = _any_node(turn)
+    if node is None:
+        _settle(turn, save, committed=False)
+        return
+    turn.set_save(replace(save, state=SaveState.ABANDONING, committer=node))
+    turn.do(Abandon(node=node, generation=save.id.generation, step=save.id.step, reason=reason))
+
+
+def _settle(turn: Turn, save: Save, *, committed: bool) -> None:
+    turn.drop_save(save)
+    for node in turn.gang_nodes():
+        turn.do(Settled(node=node, generation=save.id.generation, step=save.id.step, committed=committed))
+
+
+def _any_node(turn: Turn, but: str | None = None) -> str | None:
+    """A node to act on the store: one that stays, of the gang, and not the one that has just failed, if possible."""
+    members = turn.gang_nodes()
+    nodes = members + [node for node in turn.job.nodes if node not in members]
+    return min(nodes, key=lambda node: (node == but, turn.job.nodes[node].going), default=None)
+
+
+def staging_save(turn: Turn) -> Save | None:
+    """The decided step that is not complete yet, if any."""
+    return next((save for save in turn.job.saves.values() if save.state is SaveState.STAGING), None)
+
+
+def save_of(turn: Turn, generation: int, step: int) -> Save | None:
+    return turn.job.saves.get(CheckpointId(generation=generation, step=step))

@@ -1,0 +1,71 @@
+"""One step in the making: what the handlers change and ask for. Lives for one call of `core.job.step`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.core.commit import Save
+from orchestrator.core.messages import Action, Mode, Note, Scalar
+from orchestrator.core.states import TRANSITIONS, Job, Trigger
+
+
+class Turn:
+    """One step in the making: the next job value, and the actions so far."""
+
+    def __init__(self, job: Job, now_seconds: float) -> None:
+        self.job = job
+        self.now = now_seconds
+        self.actions: list[Action] = []
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the job."""
+        self.job = replace(self.job, **changes)
+
+    def do(self, *actions: Action) -> None:
+        """Ask for actions, in order."""
+        self.actions.extend(actions)
+
+    def note(self, kind: str, reason: str, **where: Any) -> None:
+        """Record an event; `where` takes node, step, rank, generation and facts."""
+        where.setdefault("generation", self.job.gang.generation if self.job.gang else self.job.own)
+        self.do(Note(kind=kind, reason=reason, **where))
+
+    def facts(self, **facts: Scalar) -> dict[str, Scalar]:
+        """Numbers to go with a note."""
+        return facts
+
+    def go(self, trigger: Trigger) -> None:
+        """Move along the transition table; a trigger that the table does not have is a bug."""
+        target = TRANSITIONS[self.job.phase].get(trigger)
+        assert target is not None, f"no transition from {self.job.phase} on {trigger}"
+        self.set(phase=target, since_seconds=self.now)
+
+    def set_rank(self, rank: int, **changes: Any) -> None:
+        """Change what is known of one rank."""
+        self.set(ranks={**self.job.ranks, rank: replace(self.job.ranks[rank], **changes)})
+
+    def set_node(self, name: str, **changes: Any) -> None:
+        """Change what is known of one node."""
+        self.set(nodes={**self.job.nodes, name: replace(self.job.nodes[name], **changes)})
+
+    def leaving_save(self) -> Save | None:
+        """The decided step at which all workers leave, while it is not settled."""
+        return next((save for save in self.job.saves.values() if save.mode is Mode.LEAVE), None)
+
+    def set_save(self, save: Save) -> None:
+        """Store the new value of one decided step."""
+        self.set(saves={**self.job.saves, save.id: save})
+
+    def drop_save(self, save: Save) -> None:
+        """Forget a settled step."""
+        self.set(saves={key: value for key, value in self.job.saves.items() if key != save.id})
+
+    def gang_nodes(self) -> list[str]:
+        """The gang's nodes that are still there."""
+        gang = self.job.gang
+        return [] if gang is None else [node for node in gang.nodes if node in self.job.nodes]
+
+    def is_present(self, generation: int) -> bool:
+        """Whether a message belongs to the present generation; every other is ignored."""
+        return self.job.gang is not None and self.job.gang.generation == generation
