@@ -57,9 +57,10 @@ def limit_leaving(turn: Turn) -> None:
 
 def leave_if_over(turn: Turn) -> None:
     """In LEAVING: go when all that can still be staged is staged, or when the step is given up."""
-    job, save = turn.job, turn.leaving_save()
+    job = turn.job
     if job.phase is not Phase.LEAVING:
         return
+    save = turn.leaving_save()
     why = job.leave.reason if job.leave else ""
     if save is None or save.state is SaveState.ABANDONING:
         leave_gang(turn, f"the agreed step is given up, {why}")

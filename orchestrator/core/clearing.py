@@ -28,7 +28,7 @@ def clear(turn: Turn) -> None:
         for save in list(turn.job.saves.values()):
             settling.give_up(turn, save, "nobody answers; its folder stays undecided")
     job = turn.job
-    running = [rank for rank, state in job.ranks.items() if state.exited is None and rank not in job.gone_ranks]
+    running = job.ranks.everyone - job.ranks.exited - job.gone_ranks
     if running and not job.spec.attached:
         return
     settling.abandon_unstaged(turn, "its workers are gone")
@@ -45,12 +45,14 @@ def _exclude_silent(turn: Turn) -> None:
     """A node whose workers' exits are not confirmed in time may still be writing: it is not used again."""
     job = turn.job
     assert job.gang is not None
+    if job.ranks.everyone - job.gone_ranks <= job.ranks.exited:
+        return
     for place in job.gang.places:
-        silent = [rank for rank in place.ranks if job.ranks[rank].exited is None]
+        silent = [rank for rank in place.ranks if rank not in job.ranks.exited]
         if silent and place.node in turn.job.nodes:
             reason = f"ranks {silent} were not confirmed dead within {job.spec.exit_seconds:.0f} s"
-            turn.set(nodes={key: value for key, value in turn.job.nodes.items() if key != place.node})
-            turn.set(lost_in_gang=(*turn.job.lost_in_gang, place.node))
+            turn.remove_node(place.node)
+            turn.lose_member(place.node)
             turn.do(ReleaseNode(node=place.node, reason=reason))
             turn.note("node excluded", reason, node=place.node)
     shards.move_saves(turn)
@@ -62,7 +64,7 @@ def _judge(turn: Turn) -> None:
         _run_last_steps_again(turn)
         return
     job = turn.job
-    exits = [state.exited for state in job.ranks.values() if state.exited is not None]
+    exits = job.ranks.known_exits()
     own_exits = [event for event in exits if not event.ended_by_us]
     if job.ending is not None and job.ending.outcome is not Outcome.DRAINED:
         return
@@ -110,8 +112,8 @@ def _last_step_is_lost(turn: Turn) -> bool:
     job = turn.job
     if job.ending is None or job.ending.outcome is not Outcome.DONE or job.until is None:
         return False
-    finished = [state.exited is not None and state.exited.verdict is Verdict.FINISHED for state in job.ranks.values()]
-    if not any(finished):  # the script never attached, or left its loop early: that is its own affair
+    finished = any(event.verdict is Verdict.FINISHED for event in job.ranks.known_exits())
+    if not finished:  # the script never attached, or left its loop early: that is its own affair
         return False
     if job.until <= (job.base.step if job.base else 0):  # there was nothing to do
         return False

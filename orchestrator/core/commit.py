@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.core.messages import CheckpointId, Mode
+from orchestrator.core.ranks import NOBODY, RankSet
+from orchestrator.core.values import Changeable
 
 NOTICE_SECONDS_ASSUMED = 120.0  # how long absent ranks are awaited where their notice gave no deadline
 
@@ -19,20 +21,20 @@ class SaveState(StrEnum):
     ABANDONING = "abandoning"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+@dataclass(frozen=True, kw_only=True)
+class Save(Changeable):
     """One decided step of one generation, from the decision to the index."""
 
     id: CheckpointId
     mode: Mode
     world_size: int
-    absent: frozenset[int]
+    absent: RankSet
     decided_at_seconds: float
     deadline_seconds: float | None
     state: SaveState = SaveState.STAGING
-    staged: frozenset[int] = frozenset()
-    durable: frozenset[int] = frozenset()
-    given_up: frozenset[int] = frozenset()
+    staged: RankSet = NOBODY
+    durable: RankSet = NOBODY
+    given_up: RankSet = NOBODY
     """Absent ranks that went past the step or could not upload: nothing of theirs comes, and nothing is missed."""
     size_bytes: int = 0
     committer: str | None = None
@@ -41,9 +43,9 @@ class Save:
     """No index is written before: the last attempt failed."""
 
     @property
-    def required(self) -> frozenset[int]:
+    def required(self) -> RankSet:
         """The ranks without which the checkpoint cannot be committed."""
-        return frozenset(range(self.world_size)) - self.absent
+        return RankSet.below(self.world_size) - self.absent
 
     @property
     def complete(self) -> bool:
@@ -51,18 +53,18 @@ class Save:
         return self.required <= self.staged
 
 
-def staging_over(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
+def staging_over(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
     """Whether all staging that can still happen has happened.
 
     Absent ranks stage their rank-scoped state as well; they are awaited until they are gone or the deadline is over.
     """
     if not save.complete:
         return False
-    everyone = frozenset(range(save.world_size))
+    everyone = RankSet.below(save.world_size)
     return everyone <= save.staged | save.given_up | gone or _overdue(save, now_seconds)
 
 
-def committable(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
+def committable(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
     """Whether the index may and should be written now: all required receipts, and no other worth waiting for."""
     if not save.required <= save.durable or now_seconds < save.retry_at_seconds:
         return False
@@ -70,7 +72,7 @@ def committable(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool
     return not still_coming or _overdue(save, now_seconds)
 
 
-def hopeless(save: Save, *, gone: frozenset[int]) -> frozenset[int]:
+def hopeless(save: Save, *, gone: RankSet) -> RankSet:
     """Required ranks whose receipt can no longer come."""
     return (save.required - save.durable) & gone
 

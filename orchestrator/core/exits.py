@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator.core import breaking, finishing, shards
 from orchestrator.core.messages import NodeLost, Outcome, RankExited
 from orchestrator.core.policy import describe_exit
+from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Ending, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
@@ -15,9 +16,9 @@ def on_rank_exited(turn: Turn, event: RankExited) -> None:
     job = turn.job
     if job.gang is None or job.gang.generation != event.generation or event.rank not in job.ranks:
         return
-    if job.ranks[event.rank].exited is not None:
+    if event.rank in job.ranks.exited:
         return
-    turn.set_rank(event.rank, exited=event)
+    turn.set(ranks=job.ranks.exit(event))
     if job.phase in breaking.ACTIVE and not event.ended_by_us:
         how = describe_exit(event.exit_code)
         turn.note("worker exited", f"rank {event.rank} {how}", node=event.node, rank=event.rank, step=job.highest_step)
@@ -39,10 +40,10 @@ def _may_go(turn: Turn, rank: int) -> bool:
 
 def _finished(turn: Turn) -> None:
     job = turn.job
-    exits = [rank.exited for rank in job.ranks.values()]
-    if not all(event is not None and event.exit_code == 0 for event in exits):
+    if not job.ranks.everyone <= job.ranks.finished:
         return
-    if any(event is not None and event.attached for event in exits):
+    exits = job.ranks.known_exits()
+    if any(event.attached for event in exits):
         reason = f"all {len(exits)} ranks are done at step {job.highest_step}"
         if job.until is not None and job.highest_step < job.until:
             saved = job.newest_committed.step if job.newest_committed else "none"
@@ -59,18 +60,18 @@ def on_node_lost(turn: Turn, event: NodeLost) -> None:
     """The scheduler is certain that a node is gone, with its workers and its memory."""
     job = turn.job
     if event.node not in job.nodes:
-        in_gang = job.gang is not None and event.node in job.gang.nodes
+        in_gang = job.gang is not None and event.node in job.gang
         if not in_gang:
             turn.set(nodes_requested=max(0, job.nodes_requested - 1))
             turn.note("node lost", f"{event.reason}, before it joined", node=event.node)
             return
-    member = job.gang is not None and event.node in job.gang.nodes and event.node not in job.lost_in_gang
+    member = job.gang is not None and event.node in job.gang and event.node not in job.lost_in_gang
     announced = event.node in job.nodes and job.nodes[event.node].going
-    turn.set(nodes={key: value for key, value in job.nodes.items() if key != event.node})
+    turn.remove_node(event.node)
     turn.note("node lost", event.reason + (" (announced)" if announced else ""), node=event.node, step=job.highest_step)
     if member:
-        turn.set(lost_in_gang=(*job.lost_in_gang, event.node), lost_at_seconds=turn.now)
-        assert job.gang is not None
+        turn.lose_member(event.node)
+        turn.set(lost_at_seconds=turn.now)
         if job.phase in (Phase.STARTING, Phase.RUNNING):
             breaking.break_gang(turn, f"{event.node} is lost: {event.reason}")
         elif job.phase is Phase.LEAVING and not _left_without(turn, event.node):
@@ -86,4 +87,4 @@ def _left_without(turn: Turn, node: str) -> bool:
     """Whether the agreed step can do without this node's workers: it is staged, or they are absent from it."""
     save = turn.leaving_save()
     assert turn.job.gang is not None
-    return save is None or save.complete or set(turn.job.gang.ranks_of(node)) <= save.absent
+    return save is None or save.complete or RankSet.of(turn.job.gang.ranks_of(node)) <= save.absent

@@ -57,7 +57,7 @@ def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
 def _node_is_going(turn: Turn, name: str) -> None:
     """A notice named a node: if it is in the gang, everybody leaves at an agreed step."""
     job = turn.job
-    if job.gang is None or name not in job.gang.nodes:
+    if job.gang is None or name not in job.gang:
         return
     if job.spec.attached and job.ending is None:
         reason = f"a notice reached {name}"
@@ -100,7 +100,7 @@ def on_requested(turn: Turn, event: Requested) -> None:
         case Request.RESIZE:
             assert event.nodes is not None
             turn.set(wanted_nodes=event.nodes)
-            if job.gang is not None and (len(job.gang.nodes) > event.nodes or proposing.could_join(turn)):
+            if job.gang is not None and (len(job.gang.nodes) > event.nodes or proposing.could_grow(turn)):
                 _leave(turn, f"resize to {event.nodes} nodes")
     proposing.drive(turn)
 

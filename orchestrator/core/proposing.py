@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from orchestrator.core import agreement, breaking, settling, shards
 from orchestrator.core.commit import Save
-from orchestrator.core.membership import choose_members
+from orchestrator.core.membership import choose_size, order
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, fit_deadline, periodic_step
+from orchestrator.core.ranks import NOBODY, RankSet
 from orchestrator.core.states import Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 
@@ -24,15 +23,12 @@ def on_progress(turn: Turn, event: Progress) -> None:
     """New published steps."""
     if not turn.is_present(event.generation):
         return
-    ranks = dict(turn.job.ranks)
+    ranks = turn.job.ranks
     for new in event.ranks:
-        ranks[new.rank] = replace(
-            ranks[new.rank], step=new.step, step_seconds=new.step_seconds, free_slots=new.free_slots
-        )
+        ranks = ranks.progress(new.rank, step=new.step, step_seconds=new.step_seconds, free_slots=new.free_slots)
     turn.set(ranks=ranks)
     job = turn.job
-    base_step = job.base.step if job.base else 0
-    if job.awaiting_first_step and job.phase is Phase.RUNNING and job.lowest_step > base_step:
+    if job.awaiting_first_step and job.phase is Phase.RUNNING and ranks.everyone <= ranks.moved:
         turn.set(awaiting_first_step=False)
         since = job.broken_at_seconds
         facts = turn.facts(seconds=None if since is None else turn.now - since)
@@ -67,7 +63,7 @@ def on_passed(turn: Turn, event: Passed) -> None:
     job = turn.job
     save = job.saves.get(CheckpointId(generation=event.generation, step=event.step))
     if save is not None and event.rank in save.absent:
-        turn.set_save(replace(save, given_up=save.given_up | {event.rank}))
+        turn.set_save(save.changed(given_up=save.given_up.plus(event.rank)))
         shards.move_saves(turn)
     elif save is not None:
         settling.abandon(turn, save, f"rank {event.rank} saw no decision in time and went on")
@@ -81,8 +77,9 @@ def on_passed(turn: Turn, event: Passed) -> None:
 
 def _rank_is_at(turn: Turn, rank: int, step: int) -> None:
     """A rank is known to have reached a step before its progress was reported."""
-    if rank in turn.job.ranks and step > turn.job.ranks[rank].step:
-        turn.set_rank(rank, step=step)
+    ranks = turn.job.ranks
+    if rank in ranks and step > ranks.steps[rank]:
+        turn.set(ranks=ranks.reach(rank, step))
 
 
 def drive(turn: Turn) -> None:
@@ -155,7 +152,7 @@ def _propose_periodic(turn: Turn) -> None:
     if not arm_now(step=step, highest=job.highest_step, step_seconds=job.step_seconds, margin=margin):
         return
     final = step == job.until
-    if not final and any(rank.free_slots == 0 for rank in job.ranks.values()):
+    if not final and job.ranks.busy:
         return  # an upload may end in time; once the step is out of reach, it is noted as skipped
     why = "the job's last step" if final else f"every {job.spec.save_every_steps} steps"
     _propose(turn, step, why, f"next save after step {job.last_save_step}")
@@ -168,7 +165,7 @@ def _note_skipped(turn: Turn, step: int) -> None:
     if missed is None or missed >= step:
         return
     turn.set(last_save_step=step - 1)
-    busy = [rank for rank, state in job.ranks.items() if state.free_slots == 0]
+    busy = list(job.ranks.busy)
     why = f"both slots of ranks {busy} are still needed" if busy else "no step could be agreed in time"
     turn.note("save skipped", f"{why}; the next one is at step {step}", step=missed)
 
@@ -204,13 +201,14 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
         steps_away=max(0, proposal.step - job.highest_step),
         step_seconds=job.step_seconds,
         stage_seconds=job.stage_seconds,
-        size_bytes=max((rank.slot_bytes for rank in job.ranks.values()), default=0),
+        size_bytes=job.ranks.slot_bytes.highest or 0,
         bandwidth_bytes_per_second=job.bandwidth_bytes_per_second,
         remaining_seconds=remaining,
     )
     why = f"{leave.reason}; {fit.reason}" if leave else f"all {job.gang.world_size} ranks echoed"
-    without = f"; without ranks {sorted(absent)}" if absent else ""
+    without = f"; without ranks {list(absent)}" if absent else ""
     turn.note("step agreed", f"{mode}: {why}{without}", step=proposal.step, facts=turn.facts(fits=fit.fits))
+    excepted = tuple(absent)
     for node in turn.gang_nodes():
         turn.do(
             Decide(
@@ -219,7 +217,7 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
                 ballot=proposal.ballot,
                 step=proposal.step,
                 mode=mode,
-                absent=tuple(sorted(absent)),
+                absent=excepted,
                 remaining_seconds=remaining,
             )
         )
@@ -228,7 +226,7 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
         turn.go(Trigger.LEAVE_DECIDED)
 
 
-def _absent(turn: Turn) -> tuple[frozenset[int], float | None]:
+def _absent(turn: Turn) -> tuple[RankSet, float | None]:
     """The ranks that may not be waited for, and the earliest deadline; nobody if everybody is going."""
     job = turn.job
     assert job.gang is not None
@@ -236,14 +234,14 @@ def _absent(turn: Turn) -> tuple[frozenset[int], float | None]:
     members = [job.nodes[name] for name in turn.gang_nodes()]
     deadlines = [node.deadline_seconds for node in members if node.going and node.deadline_seconds is not None]
     everyone = len(going) == job.gang.world_size
-    return (frozenset() if everyone else going), min(deadlines, default=None)
+    return (NOBODY if everyone else going), min(deadlines, default=None)
 
 
-def going_ranks(turn: Turn) -> frozenset[int]:
+def going_ranks(turn: Turn) -> RankSet:
     job = turn.job
     if job.gang is None:
-        return frozenset()
-    return frozenset(rank for name, node in job.nodes.items() if node.going for rank in job.gang.ranks_of(name))
+        return NOBODY
+    return RankSet.of(rank for name in job.going for rank in job.gang.ranks_of(name))
 
 
 def _want_to_grow(turn: Turn) -> None:
@@ -252,27 +250,39 @@ def _want_to_grow(turn: Turn) -> None:
     growing = job.leave is not None and job.leave.at_next_save
     if job.proposal is None or (job.leave is not None and not growing):
         return
-    new = could_join(turn)
+    wanted = could_grow(turn)
     last = job.until is not None and job.proposal.step >= job.until
-    if growing and (last or not new):
+    if growing and (last or not wanted):
         turn.set(leave=None)
-    elif new and not last and not growing:
-        turn.set(leave=Leave(reason=f"{', '.join(new)} can join", since_seconds=turn.now, at_next_save=True))
+    elif wanted and not last and not growing:
+        new = ", ".join(_could_join(turn))
+        turn.set(leave=Leave(reason=f"{new} can join", since_seconds=turn.now, at_next_save=True))
 
 
-def could_join(turn: Turn) -> tuple[str, ...]:
-    """Nodes outside the gang with which it would be larger."""
+def could_grow(turn: Turn) -> bool:
+    """Whether the gang would be larger with the nodes that are there. Asked at every event: counts only."""
+    return _size(turn) > (len(turn.job.gang.nodes) if turn.job.gang else 0)
+
+
+def _size(turn: Turn) -> int:
+    """How many of the nodes that are there a new gang would have; 0 if no other gang can be formed."""
     job = turn.job
     if job.gang is None or job.spec.attached:
-        return ()
-    choice = choose_members(
-        available=job.available,
-        previous=job.gang.nodes,
+        return 0
+    size = choose_size(
+        available=job.available_count,
         nodes_min=1,
         nodes_wanted=job.wanted_nodes,
         workers_per_node=job.spec.workers_per_node,
         allowed_world_sizes=job.allowed_world_sizes,
     )
-    if choice.nodes is None or len(choice.nodes) <= len(job.gang.nodes):
-        return ()
-    return tuple(node for node in choice.nodes if node not in job.gang.nodes)
+    return size.count or 0
+
+
+def _could_join(turn: Turn) -> list[str]:
+    """The nodes outside the gang that would be in the larger one."""
+    job = turn.job
+    assert job.gang is not None
+    members = set(job.gang.nodes)
+    chosen = order(available=job.available, previous=job.gang.nodes)[: _size(turn)]
+    return [node for node in chosen if node not in members]

@@ -5,7 +5,7 @@ Bookkeeping only: nothing here ends a gang or proposes a step. Called by `breaki
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 
 from orchestrator.core.commit import Save, SaveState, committable, hopeless
 from orchestrator.core.messages import Abandon, CheckpointId, Commit, IndexDecided, IndexFailed, Mode, Settled
@@ -22,13 +22,13 @@ def move_save(turn: Turn, save: Save) -> None:
     if save.state is SaveState.ABANDONING and writer_lost:
         _write_abandoned(turn, save, f"{save.committer}, which was to write this, is lost")
     if save.state is SaveState.COMMITTING and writer_lost:
-        save = replace(save, state=SaveState.UPLOADING)
+        save = save.changed(state=SaveState.UPLOADING)
     if save.mode is Mode.LEAVE and job.phase is Phase.LEAVING:
         return  # absent ranks may still stage: the index waits until all have left
     if save.state is SaveState.UPLOADING:
         lost = hopeless(save, gone=job.gone_ranks)
         if lost:
-            abandon(turn, save, f"the shards of ranks {sorted(lost)} went with their node")
+            abandon(turn, save, f"the shards of ranks {list(lost)} went with their node")
         elif committable(save, gone=job.gone_ranks, now_seconds=turn.now):
             _commit(turn, save)
 
@@ -38,7 +38,7 @@ def _commit(turn: Turn, save: Save) -> None:
     if committer is None:
         give_up(turn, save, "no node is left to write the index: the next generation rolls it forward")
         return
-    turn.set_save(replace(save, state=SaveState.COMMITTING, committer=committer))
+    turn.set_save(save.changed(state=SaveState.COMMITTING, committer=committer))
     turn.note("uploaded", f"{len(save.durable)} of {save.world_size} receipts are on the store", step=save.id.step)
     turn.do(Commit(node=committer, generation=save.id.generation, step=save.id.step))
 
@@ -76,7 +76,7 @@ def on_index_failed(turn: Turn, event: IndexFailed) -> None:
         return
     if save.state is SaveState.COMMITTING and save.attempts < COMMIT_ATTEMPTS_MAX:
         retry_at = turn.now + COMMIT_RETRY_SECONDS * save.attempts
-        turn.set_save(replace(save, state=SaveState.UPLOADING, attempts=save.attempts + 1, retry_at_seconds=retry_at))
+        turn.set_save(save.changed(state=SaveState.UPLOADING, attempts=save.attempts + 1, retry_at_seconds=retry_at))
         return
     turn.note("save failed", f"the index could not be written: {event.reason}", node=event.node, step=event.step)
     _settle(turn, save, committed=False)
@@ -108,7 +108,7 @@ def _write_abandoned(turn: Turn, save: Save, reason: str) -> None:
     if node is None:
         _settle(turn, save, committed=False)
         return
-    turn.set_save(replace(save, state=SaveState.ABANDONING, committer=node))
+    turn.set_save(save.changed(state=SaveState.ABANDONING, committer=node))
     turn.do(Abandon(node=node, generation=save.id.generation, step=save.id.step, reason=reason))
 
 
@@ -120,9 +120,10 @@ def _settle(turn: Turn, save: Save, *, committed: bool) -> None:
 
 def _any_node(turn: Turn, but: str | None = None) -> str | None:
     """A node to act on the store: one that stays, of the gang, and not the one that has just failed, if possible."""
-    members = turn.gang_nodes()
-    nodes = members + [node for node in turn.job.nodes if node not in members]
-    return min(nodes, key=lambda node: (node == but, turn.job.nodes[node].going), default=None)
+    job = turn.job
+    spares = (node for node in job.nodes if job.gang is None or node not in job.gang)
+    nodes = itertools.chain(turn.gang_nodes(), spares)
+    return min(nodes, key=lambda node: (node == but, node in job.going), default=None)
 
 
 def staging_save(turn: Turn) -> Save | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from orchestrator.core import breaking, preflight, settling
 from orchestrator.core.commit import SaveState
 from orchestrator.core.messages import Staged, Upload, Uploaded, UploadFailed
@@ -15,14 +13,15 @@ def on_staged(turn: Turn, event: Staged) -> None:
     save = settling.save_of(turn, event.generation, event.step)
     if save is None or save.state is SaveState.ABANDONING or event.rank in save.staged:
         return
-    save = replace(save, staged=save.staged | {event.rank}, size_bytes=save.size_bytes + event.size_bytes)
+    save = save.changed(staged=save.staged.plus(event.rank), size_bytes=save.size_bytes + event.size_bytes)
     turn.set_save(save)
     turn.set(stage_seconds=event.seconds)
     if save.complete and save.state is SaveState.STAGING:
-        save = replace(save, state=SaveState.UPLOADING)
+        save = save.changed(state=SaveState.UPLOADING)
         turn.set_save(save)
         size = f"{save.size_bytes / 2**20:.1f} MiB"
         turn.note("staged", f"{len(save.staged)} ranks hold {size} in memory", step=event.step)
+        absent = tuple(save.absent)
         for node in turn.gang_nodes():
             turn.do(
                 Upload(
@@ -30,7 +29,7 @@ def on_staged(turn: Turn, event: Staged) -> None:
                     generation=event.generation,
                     step=event.step,
                     world_size=save.world_size,
-                    absent=tuple(sorted(save.absent)),
+                    absent=absent,
                 )
             )
     move_saves(turn)
@@ -45,7 +44,7 @@ def on_uploaded(turn: Turn, event: Uploaded) -> None:
         if first:
             preflight.report(turn)
     if save is not None:
-        turn.set_save(replace(save, durable=save.durable | {event.rank}))
+        turn.set_save(save.changed(durable=save.durable.plus(event.rank)))
         move_saves(turn)
 
 
@@ -56,7 +55,7 @@ def on_upload_failed(turn: Turn, event: UploadFailed) -> None:
         return
     turn.note("save failed", event.reason, node=event.node, step=event.step, rank=event.rank)
     if event.rank in save.absent:
-        turn.set_save(replace(save, given_up=save.given_up | {event.rank}))
+        turn.set_save(save.changed(given_up=save.given_up.plus(event.rank)))
     else:
         settling.abandon(turn, save, f"rank {event.rank} could not upload: {event.reason}")
     move_saves(turn)

@@ -13,7 +13,9 @@ from enum import StrEnum
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
 from orchestrator.core.membership import Gang
-from orchestrator.core.messages import CheckpointId, Outcome, RankExited
+from orchestrator.core.messages import CheckpointId, Outcome
+from orchestrator.core.ranks import NO_RANKS, NOBODY, Ranks, RankSet
+from orchestrator.core.values import Changeable
 
 
 class Phase(StrEnum):
@@ -121,19 +123,6 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """What is known of one rank of the present generation."""
-
-    attached: bool = False
-    pid: int = 0
-    step: int = 0
-    step_seconds: float = 0.0
-    free_slots: int = 2
-    slot_bytes: int = 0
-    exited: RankExited | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
     """Why all workers shall leave at an agreed step."""
 
@@ -152,8 +141,8 @@ class Ending:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class Job(Changeable):
     """Everything the supervisor knows."""
 
     spec: JobSpec
@@ -162,6 +151,8 @@ class Job:
     wanted_nodes: int = 0
     nodes_requested: int = 0
     nodes: Mapping[str, Node] = field(default_factory=dict)
+    going: frozenset[str] = frozenset()
+    """The nodes that a notice has named."""
     own: int | None = None
     members: tuple[str, ...] = ()
     opener: str | None = None
@@ -169,8 +160,10 @@ class Job:
     gang: Gang | None = None
     base: CheckpointId | None = None
     avoid: tuple[CheckpointId, ...] = ()
-    ranks: Mapping[int, Rank] = field(default_factory=dict)
+    ranks: Ranks = NO_RANKS
     lost_in_gang: tuple[str, ...] = ()
+    gone_ranks: RankSet = NOBODY
+    """Ranks of the gang whose node is lost: nothing of theirs can still come."""
     lost_at_seconds: float | None = None
     broken_at_seconds: float | None = None
     proposal: Proposal | None = None
@@ -195,26 +188,24 @@ class Job:
     @property
     def highest_step(self) -> int:
         """The highest step that any rank has published in this generation."""
-        return max((rank.step for rank in self.ranks.values()), default=0)
+        return self.ranks.steps.highest or 0
 
     @property
     def lowest_step(self) -> int:
-        """The lowest step that any rank has published in this generation."""
-        return min((rank.step for rank in self.ranks.values()), default=0)
+        """The lowest step that any rank has published in this generation. Looks at all of them."""
+        return min(self.ranks.steps, default=0)
 
     @property
     def step_seconds(self) -> float:
         """The slowest rank's mean step time; 1 s before anything is known."""
-        return max((rank.step_seconds for rank in self.ranks.values()), default=0.0) or 1.0
-
-    @property
-    def gone_ranks(self) -> frozenset[int]:
-        """Ranks of the gang whose node is lost: nothing of theirs can still come."""
-        if self.gang is None:
-            return frozenset()
-        return frozenset(rank for node in self.lost_in_gang for rank in self.gang.ranks_of(node))
+        return self.ranks.step_seconds.highest or 1.0
 
     @property
     def available(self) -> tuple[str, ...]:
-        """Connected nodes that no notice has named."""
-        return tuple(name for name, node in self.nodes.items() if not node.going)
+        """Connected nodes that no notice has named. Looks at all of them."""
+        return tuple(name for name in self.nodes if name not in self.going)
+
+    @property
+    def available_count(self) -> int:
+        """How many connected nodes no notice has named."""
+        return len(self.nodes) - len(self.going)

@@ -7,7 +7,8 @@ from typing import Any
 
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import Action, Mode, Note, Scalar
-from orchestrator.core.states import TRANSITIONS, Job, Trigger
+from orchestrator.core.ranks import RankSet
+from orchestrator.core.states import TRANSITIONS, Job, Node, Trigger
 
 
 class Turn:
@@ -20,7 +21,7 @@ class Turn:
 
     def set(self, **changes: Any) -> None:
         """Change fields of the job."""
-        self.job = replace(self.job, **changes)
+        self.job = self.job.changed(**changes)
 
     def do(self, *actions: Action) -> None:
         """Ask for actions, in order."""
@@ -41,13 +42,31 @@ class Turn:
         assert target is not None, f"no transition from {self.job.phase} on {trigger}"
         self.set(phase=target, since_seconds=self.now)
 
-    def set_rank(self, rank: int, **changes: Any) -> None:
-        """Change what is known of one rank."""
-        self.set(ranks={**self.job.ranks, rank: replace(self.job.ranks[rank], **changes)})
-
     def set_node(self, name: str, **changes: Any) -> None:
         """Change what is known of one node."""
-        self.set(nodes={**self.job.nodes, name: replace(self.job.nodes[name], **changes)})
+        self._put_node(replace(self.job.nodes[name], **changes))
+
+    def add_node(self, name: str) -> None:
+        """A node is there."""
+        self._put_node(Node(name=name))
+
+    def _put_node(self, node: Node) -> None:
+        going = self.job.going
+        if node.going is not (node.name in going):
+            going = going | {node.name} if node.going else going - {node.name}
+        self.set(nodes={**self.job.nodes, node.name: node}, going=going)
+
+    def remove_node(self, name: str) -> None:
+        """A node does not exist for the job any more."""
+        rest = {key: value for key, value in self.job.nodes.items() if key != name}
+        self.set(nodes=rest, going=self.job.going - {name})
+
+    def lose_member(self, name: str) -> None:
+        """A node of the gang is gone, with its ranks and its memory."""
+        job = self.job
+        assert job.gang is not None
+        gone = job.gone_ranks | RankSet.of(job.gang.ranks_of(name))
+        self.set(lost_in_gang=(*job.lost_in_gang, name), gone_ranks=gone)
 
     def leaving_save(self) -> Save | None:
         """The decided step at which all workers leave, while it is not settled."""

@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.core.commit import NOTICE_SECONDS_ASSUMED, Save, committable, hopeless, staging_over
 from orchestrator.core.messages import CheckpointId, Mode
+from orchestrator.core.ranks import RankSet
 
 DEADLINE = 30.0
 
@@ -25,9 +26,9 @@ def save(*, absent: str = "", staged: str = "", durable: str = "", given_up: str
     )
 
 
-def ranks(digits: str) -> frozenset[int]:
+def ranks(digits: str) -> RankSet:
     """ "013" → ranks 0, 1 and 3."""
-    return frozenset(int(digit) for digit in digits)
+    return RankSet.of(int(digit) for digit in digits)
 
 
 @pytest.mark.parametrize(

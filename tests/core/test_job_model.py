@@ -92,7 +92,7 @@ def refusal_taken_for_an_echo(patch: pytest.MonkeyPatch) -> None:
     """A rank that was past the step already is counted among those who will stage it."""
 
     def refuse(proposal: Proposal, *, ballot: int, rank: int) -> Proposal:
-        return replace(proposal, echoes=proposal.echoes | {rank}) if ballot == proposal.ballot else proposal
+        return replace(proposal, echoes=proposal.echoes.plus(rank)) if ballot == proposal.ballot else proposal
 
     patch.setattr(agreement, "refuse", refuse)
 
