@@ -138,7 +138,10 @@ def start(drive: Drive) -> None:
         for node, rank in drive.places
     ]
     drive.feed("attach", attached)
-    planned = [RankPlanned(node=node, generation=1, rank=rank, slot_bytes=1 << 30) for node, rank in drive.places]
+    planned = [
+        RankPlanned(node=node, generation=1, rank=rank, slot_bytes=1 << 30, unique_bytes=1 << 16)
+        for node, rank in drive.places
+    ]
     drive.feed("plan", planned)
     if drive.job.phase is not Phase.RUNNING:
         raise SystemExit(f"{nodes} nodes: {drive.job.phase}")

@@ -23,7 +23,7 @@ def clear(turn: Turn) -> None:
         _exclude_silent(turn)
     if waited > job.spec.upload_seconds:
         for save in list(turn.job.saves.values()):
-            settling.abandon(turn, save, f"not durable within {job.spec.upload_seconds:.0f} s")
+            settling.end_waiting(turn, save, f"not durable within {job.spec.upload_seconds:.0f} s")
     if waited > job.spec.upload_seconds + job.spec.exit_seconds:
         for save in list(turn.job.saves.values()):
             settling.give_up(turn, save, "nobody answers; its folder stays undecided")

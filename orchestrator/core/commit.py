@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from orchestrator.core.messages import CheckpointId, Mode
@@ -37,7 +38,18 @@ class Save(Changeable):
     given_up: RankSet = NOBODY
     """Absent ranks that went past the step or could not upload: nothing of theirs comes, and nothing is missed."""
     size_bytes: int = 0
+    complete_at_seconds: float = 0.0
+    """When the last required rank had staged: since then it is uploaded."""
+    asked: Mapping[int, str] = field(default_factory=dict)
+    """Hand-over: rank → the peer that was asked to copy its shard."""
+    held: RankSet = NOBODY
+    """Ranks whose shard that peer holds: it outlives their node."""
+    failed: RankSet = NOBODY
+    """Ranks whose own node could not upload while a peer was asked."""
+    bad_peers: frozenset[str] = frozenset()
+    """Peers that could not; they are not asked again for this step."""
     committer: str | None = None
+    commit_asked_at_seconds: float = 0.0
     attempts: int = 1
     retry_at_seconds: float = 0.0
     """No index is written before: the last attempt failed."""
@@ -65,11 +77,16 @@ def staging_over(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
 
 
 def committable(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
-    """Whether the index may and should be written now: all required receipts, and no other worth waiting for."""
+    """Whether the index may and should be written now: all required receipts, and no other worth waiting for.
+
+    What a peer holds is worth it after the deadline as well: it was handed over because it is large and nobody else's.
+    """
     if not save.required <= save.durable or now_seconds < save.retry_at_seconds:
         return False
     still_coming = save.staged - save.durable - save.given_up - gone
-    return not still_coming or _overdue(save, now_seconds)
+    if _overdue(save, now_seconds):
+        still_coming &= save.held
+    return not still_coming
 
 
 def hopeless(save: Save, *, gone: RankSet) -> RankSet:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.core import breaking, finishing, preflight, proposing
 from orchestrator.core.membership import choose_size, form, order
 from orchestrator.core.messages import (
@@ -28,7 +30,7 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     job = turn.job
     if event.node in job.nodes:
         return
-    turn.add_node(event.node)
+    turn.add_node(event.node, event.objects_url)
     turn.set(nodes_requested=max(0, job.nodes_requested - 1))
     turn.note("node joined", f"{event.workers} workers can run there", node=event.node)
 
@@ -134,8 +136,10 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     _note_restart(turn, event, job.gang.world_size if job.gang else None)
     gang = form(generation=event.generation, nodes=job.members, workers_per_node=job.spec.workers_per_node)
     step = event.base.step if event.base else 0
+    step_seconds = job.ranks.step_seconds.highest or job.measured.step_seconds
     turn.set(
         gang=gang,
+        measured=replace(job.measured, step_seconds=step_seconds),
         base=event.base,
         newest_committed=event.base,
         failures=0 if _is_progress(turn, event) else job.failures,
@@ -223,6 +227,7 @@ def on_rank_attached(turn: Turn, event: RankAttached) -> None:
         return
     if job.ranks.everyone <= job.ranks.attached:
         turn.go(Trigger.ALL_ATTACHED)
+        turn.set(progress_at_seconds=turn.now)
         turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
         proposing.drive(turn)
 
@@ -231,5 +236,5 @@ def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
     """Preflight: print once, for the whole gang, what saving will need."""
     if not turn.is_present(event.generation):
         return
-    turn.set(ranks=turn.job.ranks.plan(event.rank, slot_bytes=event.slot_bytes))
+    turn.set(ranks=turn.job.ranks.plan(event.rank, slot_bytes=event.slot_bytes, unique_bytes=event.unique_bytes))
     preflight.report(turn)

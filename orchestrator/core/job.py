@@ -1,9 +1,9 @@
 """The decision maker: `step(job, event, now) → (job, actions)`. Pure: same values in, same values out.
 
 The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
-`leaving`, `exits`, `proposing`, `shards`, `breaking`, `settling`; `clearing` and `finishing` end a generation and the
-job. Imports among them point down only. The supervisor (`supervisor.loop`) is the only caller outside tests and
-simulation.
+`leaving`, `exits`, `proposing`, `courses`, `shards`, `handovers`, `breaking`, `settling`; `clearing` and `finishing`
+end a generation and the job. Imports among them point down only. The supervisor (`supervisor.loop`) is the only caller
+outside tests and simulation.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import assert_never
 from orchestrator.core import (
     breaking,
     clearing,
+    courses,
     exits,
     finishing,
     forming,
+    handovers,
     leaving,
     proposing,
     settling,
@@ -28,6 +30,7 @@ from orchestrator.core.messages import (
     Event,
     GenerationOpened,
     GenerationRefused,
+    HandedOver,
     IndexDecided,
     IndexFailed,
     NodeJoined,
@@ -99,6 +102,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912 (one case for 
             shards.on_uploaded(turn, event)
         case UploadFailed():
             shards.on_upload_failed(turn, event)
+        case HandedOver():
+            handovers.on_handed_over(turn, event)
         case IndexDecided():
             settling.on_index_decided(turn, event)
             shards.move_saves(turn)
@@ -127,7 +132,9 @@ def _on_tick(turn: Turn) -> None:
     if job.phase is Phase.ENDING:
         finishing.limit_recording(turn)
     if job.phase in (Phase.RUNNING, Phase.LEAVING, Phase.CLEARING):
+        handovers.ask(turn)
         shards.move_saves(turn)
-        proposing.drive(turn)
+        if courses.follow(turn):
+            proposing.drive(turn)
     if job.phase is Phase.RUNNING:
         forming.request_missing(turn)

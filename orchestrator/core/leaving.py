@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.core import breaking, proposing
+from dataclasses import replace
+
+from orchestrator.core import breaking, courses, proposing
 from orchestrator.core.messages import NoticeKind, NoticeReceived, Outcome, Request, Requested
 from orchestrator.core.states import Ending, Leave, Node, Phase
 from orchestrator.core.turn import Turn
@@ -24,7 +26,7 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
         turn.set(save_asked=True)
         turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
         return
-    deadline = None if event.remaining_seconds is None else turn.now + event.remaining_seconds
+    deadline = None if event.remaining_seconds is None else turn.now + max(event.remaining_seconds, 0.0)
     known = [value for value in (node.deadline_seconds, deadline) if value is not None]
     turn.set_node(
         event.node,
@@ -32,7 +34,7 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
         deadline_seconds=min(known, default=None),
         notice_ids=(*node.notice_ids, event.notice_id),
     )
-    left = "no deadline" if deadline is None else f"{event.remaining_seconds:.1f} s left"
+    left = "no deadline" if deadline is None else f"{deadline - turn.now:.1f} s left"
     turn.note(
         "notice received",
         f"{event.source}: {event.kind}, {left}",
@@ -63,16 +65,29 @@ def _node_is_going(turn: Turn, name: str) -> None:
         reason = f"a notice reached {name}"
         turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
     if job.phase is Phase.RUNNING:
-        turn.set(leave=Leave(reason=f"{name} will go", since_seconds=turn.now))
-        proposing.drive(turn)
+        before = job.leave
+        leave = Leave(reason=f"{name} will go", since_seconds=turn.now)
+        if before is not None and before.choice is not None:
+            leave = replace(leave, choice=before.choice, deadline_seconds=before.deadline_seconds)
+        turn.set(leave=leave)
+        if not _is_urgent(turn, name, leave) or courses.follow(turn):
+            proposing.drive(turn)
     elif job.phase is Phase.STARTING:
         breaking.break_gang(turn, f"{name} will go, and nothing is trained yet")
+
+
+def _is_urgent(turn: Turn, name: str, leave: Leave) -> bool:
+    """Whether this notice may change the course at once; one of many with a later deadline is left to the next tick."""
+    deadline_seconds, known = turn.job.nodes[name].deadline_seconds, leave.deadline_seconds
+    if leave.choice is None or known is None:
+        return True
+    return deadline_seconds is not None and deadline_seconds < known
 
 
 def _node_stays(turn: Turn) -> None:
     """A notice was withdrawn: do not leave for it, unless the decision is made or there is another reason."""
     job = turn.job
-    if job.phase is not Phase.RUNNING or job.leave is None or proposing.going_ranks(turn) or job.ending is not None:
+    if job.phase is not Phase.RUNNING or job.leave is None or turn.going_ranks() or job.ending is not None:
         return
     assert job.gang is not None
     if len(job.gang.nodes) <= job.wanted_nodes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.core import agreement, breaking, settling, shards
+from orchestrator.core import agreement, breaking, courses, settling, shards
 from orchestrator.core.commit import Save
 from orchestrator.core.membership import choose_size, order
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
-from orchestrator.core.policy import arm_now, fit_deadline, periodic_step
+from orchestrator.core.policy import arm_now, periodic_step
 from orchestrator.core.ranks import NOBODY, RankSet
 from orchestrator.core.states import Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
@@ -26,6 +26,8 @@ def on_progress(turn: Turn, event: Progress) -> None:
     ranks = turn.job.ranks
     for new in event.ranks:
         ranks = ranks.progress(new.rank, step=new.step, step_seconds=new.step_seconds, free_slots=new.free_slots)
+    if (ranks.steps.highest or 0) > turn.job.highest_step:
+        turn.set(progress_at_seconds=turn.now)
     turn.set(ranks=ranks)
     job = turn.job
     if job.awaiting_first_step and job.phase is Phase.RUNNING and ranks.everyone <= ranks.moved:
@@ -100,7 +102,7 @@ def drive(turn: Turn) -> None:
         _propose_if_due(turn)
     elif agreement.agreed(proposal, world_size=turn.job.gang.world_size):
         blocking = settling.staging_save(turn)
-        if blocking is None or proposal.step < blocking.id.step:
+        if (blocking is None or proposal.step < blocking.id.step) and courses.follow(turn):
             if blocking is not None:
                 settling.abandon(turn, blocking, f"all ranks leave at step {proposal.step} before it")
             _decide(turn, proposal)
@@ -120,17 +122,13 @@ def _nearer_step(turn: Turn) -> int | None:
 
 def _propose_if_due(turn: Turn) -> None:
     job = turn.job
+    if job.leave is not None and job.leave.waits:
+        return
     urgent = job.leave is not None and not job.leave.at_next_save
     if urgent or job.save_asked:
-        staging = settling.staging_save(turn)
-        if not urgent and staging is not None:
+        if not urgent and settling.staging_save(turn) is not None:
             return
-        blocking = staging.id.step if staging is not None else None
-        near = job.highest_step + agreement.margin_steps(job.step_seconds, job.attempt)
-        after = blocking if blocking is not None and blocking <= near else None
-        choice = agreement.choose_step(
-            highest=job.highest_step, step_seconds=job.step_seconds, until=job.until, after=after, attempt=job.attempt
-        )
+        choice = courses.next_step(turn)
         if choice.step is not None:
             _propose(turn, choice.step, job.leave.reason if job.leave else "a save was asked for", choice.reason)
         return
@@ -196,18 +194,13 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
     )
     turn.set_save(save)
     turn.set(proposal=None, attempt=1, save_asked=False, last_save_step=max(job.last_save_step, proposal.step))
-    remaining = None if deadline is None else deadline - turn.now
-    fit = fit_deadline(
-        steps_away=max(0, proposal.step - job.highest_step),
-        step_seconds=job.step_seconds,
-        stage_seconds=job.stage_seconds,
-        size_bytes=job.ranks.slot_bytes.highest or 0,
-        bandwidth_bytes_per_second=job.bandwidth_bytes_per_second,
-        remaining_seconds=remaining,
-    )
-    why = f"{leave.reason}; {fit.reason}" if leave else f"all {job.gang.world_size} ranks echoed"
+    remaining = None if deadline is None else max(deadline - turn.now, 0.0)
+    choice = leave.choice if leave else None
+    why = leave.reason if leave else f"all {job.gang.world_size} ranks echoed"
+    arithmetic = f"; {choice.reason}" if choice else ""
     without = f"; without ranks {list(absent)}" if absent else ""
-    turn.note("step agreed", f"{mode}: {why}{without}", step=proposal.step, facts=turn.facts(fits=fit.fits))
+    facts = turn.facts(fits=choice.makes_it) if choice else {}
+    turn.note("step agreed", f"{mode}: {why}{arithmetic}{without}", step=proposal.step, facts=facts)
     excepted = tuple(absent)
     for node in turn.gang_nodes():
         turn.do(
@@ -230,18 +223,11 @@ def _absent(turn: Turn) -> tuple[RankSet, float | None]:
     """The ranks that may not be waited for, and the earliest deadline; nobody if everybody is going."""
     job = turn.job
     assert job.gang is not None
-    going = going_ranks(turn)
-    members = [job.nodes[name] for name in turn.gang_nodes()]
-    deadlines = [node.deadline_seconds for node in members if node.going and node.deadline_seconds is not None]
+    going = turn.going_ranks()
+    known = (job.nodes[name].deadline_seconds for name in turn.going_members())
+    deadlines = [seconds for seconds in known if seconds is not None]
     everyone = len(going) == job.gang.world_size
     return (NOBODY if everyone else going), min(deadlines, default=None)
-
-
-def going_ranks(turn: Turn) -> RankSet:
-    job = turn.job
-    if job.gang is None:
-        return NOBODY
-    return RankSet.of(rank for name in job.going for rank in job.gang.ranks_of(name))
 
 
 def _want_to_grow(turn: Turn) -> None:

@@ -173,6 +173,8 @@ class Ranks(Changeable, Mapping[int, Rank]):
     steps: Numbers[int] = Numbers()
     step_seconds: Numbers[float] = Numbers()
     slot_bytes: Numbers[int] = Numbers()
+    unique_bytes: Numbers[int] = Numbers()
+    """Of each rank's shard, what no other rank holds."""
     staging_bytes: int = 0
     """Sum of all ranks' slots, one slot each."""
     pids: Column[int] = Column()
@@ -196,6 +198,7 @@ class Ranks(Changeable, Mapping[int, Rank]):
             steps=Numbers.filled(base_step, world_size),
             step_seconds=Numbers.filled(0.0, world_size),
             slot_bytes=Numbers.filled(0, world_size),
+            unique_bytes=Numbers.filled(0, world_size),
             pids=Column.filled(0, world_size),
             exits=Column.filled(None, world_size),
         )
@@ -210,10 +213,11 @@ class Ranks(Changeable, Mapping[int, Rank]):
         ranks = self.reach(rank, step)
         return ranks.changed(pids=self.pids.put(rank, pid), attached=self.attached.plus(rank))
 
-    def plan(self, rank: int, *, slot_bytes: int) -> Ranks:
+    def plan(self, rank: int, *, slot_bytes: int, unique_bytes: int) -> Ranks:
         """A rank's shard layout is known."""
         return self.changed(
             slot_bytes=self.slot_bytes.put(rank, slot_bytes),
+            unique_bytes=self.unique_bytes.put(rank, unique_bytes),
             staging_bytes=self.staging_bytes + slot_bytes - self.slot_bytes[rank],
             planned=self.planned.plus(rank),
         )

@@ -6,17 +6,21 @@ Bookkeeping only: nothing here ends a gang or proposes a step. Called by `breaki
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from orchestrator.core.commit import Save, SaveState, committable, hopeless
 from orchestrator.core.messages import Abandon, CheckpointId, Commit, IndexDecided, IndexFailed, Mode, Settled
+from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Phase
 from orchestrator.core.turn import Turn
 
 COMMIT_ATTEMPTS_MAX = 3
+HAND_OVER_ANSWER_SECONDS = 5.0
 COMMIT_RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
 
 
 def move_save(turn: Turn, save: Save) -> None:
+    """Move one decided step on: commit it when the receipts are there, abandon it when one cannot come any more."""
     job = turn.job
     writer_lost = save.committer is not None and save.committer not in job.nodes
     if save.state is SaveState.ABANDONING and writer_lost:
@@ -26,11 +30,26 @@ def move_save(turn: Turn, save: Save) -> None:
     if save.mode is Mode.LEAVE and job.phase is Phase.LEAVING:
         return  # absent ranks may still stage: the index waits until all have left
     if save.state is SaveState.UPLOADING:
-        lost = hopeless(save, gone=job.gone_ranks)
+        gone = _out_of_reach(turn, save)
+        lost = hopeless(save, gone=gone)
         if lost:
             abandon(turn, save, f"the shards of ranks {list(lost)} went with their node")
-        elif committable(save, gone=job.gone_ranks, now_seconds=turn.now):
+        elif committable(save, gone=gone, now_seconds=turn.now):
             _commit(turn, save)
+
+
+def _out_of_reach(turn: Turn, save: Save) -> RankSet:
+    """Ranks of which nothing can still come: their node is lost or has failed, and no living peer has their shard.
+
+    A peer that was asked may have it while its word is on the way, so for a short time after a loss it counts as well.
+    """
+    job = turn.job
+    if not save.asked:
+        return job.gone_ranks | save.failed
+    soon = job.lost_at_seconds is not None and turn.now - job.lost_at_seconds <= HAND_OVER_ANSWER_SECONDS
+    waiting = RankSet.of(rank for rank, peer in save.asked.items() if peer in job.nodes)
+    kept = waiting if soon else (waiting & save.held) | (waiting - job.gone_ranks)
+    return (job.gone_ranks | save.failed) - kept
 
 
 def _commit(turn: Turn, save: Save) -> None:
@@ -38,7 +57,7 @@ def _commit(turn: Turn, save: Save) -> None:
     if committer is None:
         give_up(turn, save, "no node is left to write the index: the next generation rolls it forward")
         return
-    turn.set_save(save.changed(state=SaveState.COMMITTING, committer=committer))
+    turn.set_save(save.changed(state=SaveState.COMMITTING, committer=committer, commit_asked_at_seconds=turn.now))
     turn.note("uploaded", f"{len(save.durable)} of {save.world_size} receipts are on the store", step=save.id.step)
     turn.do(Commit(node=committer, generation=save.id.generation, step=save.id.step))
 
@@ -50,6 +69,9 @@ def on_index_decided(turn: Turn, event: IndexDecided) -> None:
         return
     _settle(turn, save, committed=event.committed)
     if event.committed:
+        if save.state is SaveState.COMMITTING:
+            took = turn.now - save.commit_asked_at_seconds
+            turn.set(measured=replace(turn.job.measured, commit_seconds=took))
         known = turn.job.newest_committed
         newest = save.id if known is None else max(known, save.id)
         turn.set(newest_committed=newest, committed_at_seconds=turn.now, failures=0, fruitless=0)
@@ -80,6 +102,14 @@ def on_index_failed(turn: Turn, event: IndexFailed) -> None:
         return
     turn.note("save failed", f"the index could not be written: {event.reason}", node=event.node, step=event.step)
     _settle(turn, save, committed=False)
+
+
+def end_waiting(turn: Turn, save: Save, reason: str) -> None:
+    """Too long: commit without what is not required, or give the step up."""
+    if save.state is SaveState.UPLOADING and save.required <= save.durable and turn.now >= save.retry_at_seconds:
+        _commit(turn, save)
+    elif save.state is not SaveState.COMMITTING:
+        abandon(turn, save, reason)
 
 
 def abandon(turn: Turn, save: Save, reason: str) -> None:
@@ -132,4 +162,5 @@ def staging_save(turn: Turn) -> Save | None:
 
 
 def save_of(turn: Turn, generation: int, step: int) -> Save | None:
+    """A decided step that is not settled."""
     return turn.job.saves.get(CheckpointId(generation=generation, step=step))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.core import breaking, preflight, settling
+from dataclasses import replace
+
+from orchestrator.core import breaking, handovers, preflight, settling
 from orchestrator.core.commit import SaveState
 from orchestrator.core.messages import Staged, Upload, Uploaded, UploadFailed
 from orchestrator.core.turn import Turn
@@ -13,11 +15,11 @@ def on_staged(turn: Turn, event: Staged) -> None:
     save = settling.save_of(turn, event.generation, event.step)
     if save is None or save.state is SaveState.ABANDONING or event.rank in save.staged:
         return
+    _measure(turn, stage_seconds=event.seconds if not save.staged else max(event.seconds, _stage_seconds(turn)))
     save = save.changed(staged=save.staged.plus(event.rank), size_bytes=save.size_bytes + event.size_bytes)
     turn.set_save(save)
-    turn.set(stage_seconds=event.seconds)
     if save.complete and save.state is SaveState.STAGING:
-        save = save.changed(state=SaveState.UPLOADING)
+        save = save.changed(state=SaveState.UPLOADING, complete_at_seconds=turn.now)
         turn.set_save(save)
         size = f"{save.size_bytes / 2**20:.1f} MiB"
         turn.note("staged", f"{len(save.staged)} ranks hold {size} in memory", step=event.step)
@@ -32,16 +34,26 @@ def on_staged(turn: Turn, event: Staged) -> None:
                     absent=absent,
                 )
             )
+        handovers.ask(turn)
     move_saves(turn)
+
+
+def _measure(turn: Turn, **values: float) -> None:
+    turn.set(measured=replace(turn.job.measured, **values))
+
+
+def _stage_seconds(turn: Turn) -> float:
+    return turn.job.measured.stage_seconds or 0.0
 
 
 def on_uploaded(turn: Turn, event: Uploaded) -> None:
     """A receipt is on the store."""
     save = settling.save_of(turn, event.generation, event.step)
     if event.seconds > 0 and event.size_bytes > 0:
-        first = turn.job.bandwidth_bytes_per_second is None
-        turn.set(bandwidth_bytes_per_second=event.size_bytes / event.seconds)
-        if first:
+        rate, known = event.size_bytes / event.seconds, turn.job.measured.store_bytes_per_second
+        slowest = rate if known is None or save is None or not save.durable else min(rate, known)
+        _measure(turn, store_bytes_per_second=slowest)
+        if known is None:
             preflight.report(turn)
     if save is not None:
         turn.set_save(save.changed(durable=save.durable.plus(event.rank)))
@@ -54,6 +66,9 @@ def on_upload_failed(turn: Turn, event: UploadFailed) -> None:
     if save is None:
         return
     turn.note("save failed", event.reason, node=event.node, step=event.step, rank=event.rank)
+    if handovers.outlives_failure(turn, save, event):
+        return
+    save = turn.job.saves[save.id]
     if event.rank in save.absent:
         turn.set_save(save.changed(given_up=save.given_up.plus(event.rank)))
     else:

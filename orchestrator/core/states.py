@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
+from orchestrator.core.deadline import NOTHING_MEASURED, Choice, Course, Measured
 from orchestrator.core.membership import Gang
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.core.ranks import NO_RANKS, NOBODY, Ranks, RankSet
@@ -120,6 +121,8 @@ class Node:
     going: bool = False
     deadline_seconds: float | None = None
     notice_ids: tuple[str, ...] = ()
+    objects_url: str = ""
+    """Where peers read its staged shards; empty where they cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +133,15 @@ class Leave:
     since_seconds: float
     at_next_save: bool = False
     """Not urgent: leave at the next periodic save's step, not at the nearest."""
+    choice: Choice | None = None
+    """What the time until the deadline is used for, where a notice is the reason."""
+    deadline_seconds: float | None = None
+    """The deadline that this was chosen for."""
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is proposed: everybody leaves as soon as the step that is being staged is complete."""
+        return self.choice is not None and self.choice.course is Course.WAIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +193,9 @@ class Job(Changeable):
     ever_attached: bool = False
     failures: int = 0
     fruitless: int = 0
-    stage_seconds: float | None = None
-    bandwidth_bytes_per_second: float | None = None
+    measured: Measured = NOTHING_MEASURED
+    progress_at_seconds: float = 0.0
+    """When the highest step rose last, or all ranks had attached."""
     awaiting_first_step: bool = False
 
     @property

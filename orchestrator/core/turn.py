@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import Action, Mode, Note, Scalar
-from orchestrator.core.ranks import RankSet
+from orchestrator.core.ranks import NOBODY, RankSet
 from orchestrator.core.states import TRANSITIONS, Job, Node, Trigger
 
 
@@ -46,9 +46,9 @@ class Turn:
         """Change what is known of one node."""
         self._put_node(replace(self.job.nodes[name], **changes))
 
-    def add_node(self, name: str) -> None:
+    def add_node(self, name: str, objects_url: str) -> None:
         """A node is there."""
-        self._put_node(Node(name=name))
+        self._put_node(Node(name=name, objects_url=objects_url))
 
     def _put_node(self, node: Node) -> None:
         going = self.job.going
@@ -79,6 +79,18 @@ class Turn:
     def drop_save(self, save: Save) -> None:
         """Forget a settled step."""
         self.set(saves={key: value for key, value in self.job.saves.items() if key != save.id})
+
+    def going_members(self) -> list[str]:
+        """The gang's nodes that a notice has named and that are still there, in the order in which they joined."""
+        gang, going = self.job.gang, self.job.going
+        if gang is None or not going:
+            return []
+        return [name for name in self.job.nodes if name in going and name in gang]
+
+    def going_ranks(self) -> RankSet:
+        """The ranks on those nodes."""
+        gang = self.job.gang
+        return NOBODY if gang is None else RankSet.of(rank for name in self.job.going for rank in gang.ranks_of(name))
 
     def gang_nodes(self) -> list[str]:
         """The gang's nodes that are still there."""

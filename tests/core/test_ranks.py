@@ -41,7 +41,9 @@ def test_columns_are_lists_with_the_highest_at_hand(seed: int) -> None:
 
 def test_ranks_keep_what_the_decisions_ask_for() -> None:
     new = Ranks.starting(3, 10)
-    ranks = new.attach(2, pid=7, step=10).plan(2, slot_bytes=100).plan(0, slot_bytes=50).plan(2, slot_bytes=80)
+    ranks = new.attach(2, pid=7, step=10)
+    for rank, slot_bytes in ((2, 100), (0, 50), (2, 80)):
+        ranks = ranks.plan(rank, slot_bytes=slot_bytes, unique_bytes=rank)
     ranks = ranks.progress(0, step=11, step_seconds=0.5, free_slots=0).progress(
         1, step=12, step_seconds=0.2, free_slots=2
     )

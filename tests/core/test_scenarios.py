@@ -46,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "until": 100,
     "allowed_world_sizes": None,
     "size_bytes": 1 << 20,
+    "unique_bytes": 4096,
     "seconds": 0.5,
     "attached": True,
     "verdict": "none",
