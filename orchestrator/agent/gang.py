@@ -213,7 +213,13 @@ class LocalGang:
                 allowed_world_sizes=None if allowed is None else tuple(allowed),
             )
         if worker.news("slot_bytes", control.slot_bytes):
-            yield RankPlanned(node=node, generation=self.generation, rank=worker.rank, slot_bytes=control.slot_bytes)
+            yield RankPlanned(
+                node=node,
+                generation=self.generation,
+                rank=worker.rank,
+                slot_bytes=control.slot_bytes,
+                unique_bytes=control.unique_bytes,
+            )
         if worker.news("signal", control.signal):
             name = signal.Signals(control.signal).name
             yield NoticeReceived(

@@ -31,7 +31,7 @@ SLOTS = 2
 HEADER_ALIGN_BYTES = 4096
 _INFO_BYTES = 65536
 _WORD_STEP, _WORD_ECHO, _WORD_PASSED, _WORD_STEP_NS, _WORD_BEAT_NS, _WORD_PHASE, _WORD_SIGNAL = range(8, 15)
-_WORD_SAVE_ASKED, _WORD_INFO, _WORD_SLOT_BYTES = 15, 16, 17
+_WORD_SAVE_ASKED, _WORD_INFO, _WORD_SLOT_BYTES, _WORD_UNIQUE_BYTES = range(15, 19)
 _WORD_SLOTS = 20  # three words for each slot: state, bytes, staging nanoseconds
 _WORD_SELECTOR, _WORD_OUTCOME = 32, 33
 _CELLS_AT_BYTE = 512
@@ -201,6 +201,10 @@ class ControlBlock:
         """Publish the planned size of one slot."""
         self._words[_WORD_SLOT_BYTES] = size_bytes
 
+    def set_unique_bytes(self, size_bytes: int) -> None:
+        """Publish how much of this rank's shard no other rank holds; before `set_slot_bytes`."""
+        self._words[_WORD_UNIQUE_BYTES] = size_bytes
+
     def set_info(self, info: dict[str, Any]) -> None:
         """Publish what attach knows, as JSON, once."""
         data = json.dumps(info).encode()
@@ -340,6 +344,11 @@ class ControlBlock:
     def slot_bytes(self) -> int:
         """Planned size of one slot; 0 before planning."""
         return self._words[_WORD_SLOT_BYTES]
+
+    @property
+    def unique_bytes(self) -> int:
+        """Bytes of this rank's shard that no other rank holds; 0 before planning."""
+        return self._words[_WORD_UNIQUE_BYTES]
 
     @property
     def info(self) -> dict[str, Any] | None:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from orchestrator.core.ranks import NOBODY, RankSet
+
 PROGRESS_DELAY_SECONDS = 0.15  # how old a rank's published step may be when a proposal reaches its control block
 
 
@@ -20,7 +22,7 @@ class Proposal:
 
     ballot: int
     step: int
-    echoes: frozenset[int] = frozenset()
+    echoes: RankSet = NOBODY
     refused_by: int | None = None
 
 
@@ -61,7 +63,7 @@ def echo(proposal: Proposal, *, ballot: int, ranks: Collection[int]) -> Proposal
     """Count echoes of this very ballot; those of any other are ignored."""
     if ballot != proposal.ballot:
         return proposal
-    return replace(proposal, echoes=proposal.echoes | frozenset(ranks))
+    return replace(proposal, echoes=proposal.echoes | RankSet.of(ranks))
 
 
 def refuse(proposal: Proposal, *, ballot: int, rank: int) -> Proposal:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from orchestrator.core.messages import CheckpointId, Mode
+from orchestrator.core.ranks import NOBODY, RankSet
+from orchestrator.core.values import Changeable
 
 NOTICE_SECONDS_ASSUMED = 120.0  # how long absent ranks are awaited where their notice gave no deadline
 
@@ -19,31 +22,42 @@ class SaveState(StrEnum):
     ABANDONING = "abandoning"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+@dataclass(frozen=True, kw_only=True)
+class Save(Changeable):
     """One decided step of one generation, from the decision to the index."""
 
     id: CheckpointId
     mode: Mode
     world_size: int
-    absent: frozenset[int]
+    absent: RankSet
     decided_at_seconds: float
     deadline_seconds: float | None
     state: SaveState = SaveState.STAGING
-    staged: frozenset[int] = frozenset()
-    durable: frozenset[int] = frozenset()
-    given_up: frozenset[int] = frozenset()
+    staged: RankSet = NOBODY
+    durable: RankSet = NOBODY
+    given_up: RankSet = NOBODY
     """Absent ranks that went past the step or could not upload: nothing of theirs comes, and nothing is missed."""
     size_bytes: int = 0
+    complete_at_seconds: float = 0.0
+    """When the last required rank had staged: since then it is uploaded."""
+    asked: Mapping[int, str] = field(default_factory=dict)
+    """Hand-over: rank → the peer that was asked to copy its shard."""
+    held: RankSet = NOBODY
+    """Ranks whose shard that peer holds: it outlives their node."""
+    failed: RankSet = NOBODY
+    """Ranks whose own node could not upload while a peer was asked."""
+    bad_peers: frozenset[str] = frozenset()
+    """Peers that could not; they are not asked again for this step."""
     committer: str | None = None
+    commit_asked_at_seconds: float = 0.0
     attempts: int = 1
     retry_at_seconds: float = 0.0
     """No index is written before: the last attempt failed."""
 
     @property
-    def required(self) -> frozenset[int]:
+    def required(self) -> RankSet:
         """The ranks without which the checkpoint cannot be committed."""
-        return frozenset(range(self.world_size)) - self.absent
+        return RankSet.below(self.world_size) - self.absent
 
     @property
     def complete(self) -> bool:
@@ -51,26 +65,31 @@ class Save:
         return self.required <= self.staged
 
 
-def staging_over(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
+def staging_over(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
     """Whether all staging that can still happen has happened.
 
     Absent ranks stage their rank-scoped state as well; they are awaited until they are gone or the deadline is over.
     """
     if not save.complete:
         return False
-    everyone = frozenset(range(save.world_size))
+    everyone = RankSet.below(save.world_size)
     return everyone <= save.staged | save.given_up | gone or _overdue(save, now_seconds)
 
 
-def committable(save: Save, *, gone: frozenset[int], now_seconds: float) -> bool:
-    """Whether the index may and should be written now: all required receipts, and no other worth waiting for."""
+def committable(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
+    """Whether the index may and should be written now: all required receipts, and no other worth waiting for.
+
+    What a peer holds is worth it after the deadline as well: it was handed over because it is large and nobody else's.
+    """
     if not save.required <= save.durable or now_seconds < save.retry_at_seconds:
         return False
     still_coming = save.staged - save.durable - save.given_up - gone
-    return not still_coming or _overdue(save, now_seconds)
+    if _overdue(save, now_seconds):
+        still_coming &= save.held
+    return not still_coming
 
 
-def hopeless(save: Save, *, gone: frozenset[int]) -> frozenset[int]:
+def hopeless(save: Save, *, gone: RankSet) -> RankSet:
     """Required ranks whose receipt can no longer come."""
     return (save.required - save.durable) & gone
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from orchestrator.core import ending, preflight, saving
-from orchestrator.core.membership import choose_members, form
+from dataclasses import replace
+
+from orchestrator.core import breaking, finishing, preflight, proposing
+from orchestrator.core.membership import choose_size, form, order
 from orchestrator.core.messages import (
     GenerationOpened,
     GenerationRefused,
     LaunchWorkers,
     NodeJoined,
-    NoticeKind,
-    NoticeReceived,
     OpenGeneration,
     Outcome,
     RankAttached,
@@ -19,7 +19,9 @@ from orchestrator.core.messages import (
     ReleaseNode,
     RequestNodes,
 )
-from orchestrator.core.states import Ending, Node, Phase, Rank, Trigger, Turn
+from orchestrator.core.ranks import NOBODY, Ranks
+from orchestrator.core.states import Ending, Phase, Trigger
+from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
 
 
@@ -28,56 +30,9 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     job = turn.job
     if event.node in job.nodes:
         return
-    turn.set(
-        nodes={**job.nodes, event.node: Node(name=event.node)},
-        nodes_requested=max(0, job.nodes_requested - 1),
-    )
+    turn.add_node(event.node, event.objects_url)
+    turn.set(nodes_requested=max(0, job.nodes_requested - 1))
     turn.note("node joined", f"{event.workers} workers can run there", node=event.node)
-
-
-def on_notice(turn: Turn, event: NoticeReceived) -> None:
-    """A node will go: earliest deadline wins, the same notice counts once, a cancel undoes only its own."""
-    node = turn.job.nodes.get(event.node)
-    if node is None:
-        return
-    if event.kind == NoticeKind.CANCEL:
-        _cancel_notice(turn, event, node)
-        return
-    if event.notice_id in node.notice_ids:
-        return
-    if event.kind == NoticeKind.HINT:
-        turn.set_node(event.node, notice_ids=(*node.notice_ids, event.notice_id))
-        turn.set(save_asked=True)
-        turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
-        return
-    deadline = None if event.remaining_seconds is None else turn.now + event.remaining_seconds
-    known = [value for value in (node.deadline_seconds, deadline) if value is not None]
-    turn.set_node(
-        event.node,
-        going=True,
-        deadline_seconds=min(known, default=None),
-        notice_ids=(*node.notice_ids, event.notice_id),
-    )
-    left = "no deadline" if deadline is None else f"{event.remaining_seconds:.1f} s left"
-    turn.note(
-        "notice received",
-        f"{event.source}: {event.kind}, {left}",
-        node=event.node,
-        step=turn.job.highest_step,
-        facts=turn.facts(remaining_seconds=event.remaining_seconds),
-    )
-    saving.node_is_going(turn, event.node)
-
-
-def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
-    if event.notice_id not in node.notice_ids:
-        return
-    rest = tuple(notice for notice in node.notice_ids if notice != event.notice_id)
-    turn.set_node(
-        event.node, notice_ids=rest, going=bool(rest), deadline_seconds=node.deadline_seconds if rest else None
-    )
-    turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
-    saving.node_stays(turn)
 
 
 def consider(turn: Turn) -> None:
@@ -86,32 +41,32 @@ def consider(turn: Turn) -> None:
     if job.phase is not Phase.GATHERING:
         return
     if job.ending is not None:
-        ending.conclude(turn)
+        finishing.conclude(turn)
         return
     _give_back(turn)
     request_missing(turn)
     job = turn.job
     if turn.now < job.retry_at_seconds:
         return
-    choice = choose_members(
-        available=job.available,
-        previous=job.gang.nodes if job.gang else (),
+    size = choose_size(
+        available=job.available_count,
         nodes_min=min(job.spec.nodes_min, job.wanted_nodes),
         nodes_wanted=job.wanted_nodes,
         workers_per_node=job.spec.workers_per_node,
         allowed_world_sizes=job.allowed_world_sizes,
     )
     patience = job.spec.gather_seconds if job.own is None else job.spec.reform_seconds
-    if choice.nodes is None:
-        if not choice.could_grow:
-            turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.USAGE), reason=choice.reason))
-            ending.conclude(turn)
+    if size.count is None:
+        if not size.could_grow:
+            turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.USAGE), reason=size.reason))
+            finishing.conclude(turn)
         turn.set(since_seconds=turn.now)  # patience begins when there are enough nodes to form at all
         return
-    if choice.could_grow and turn.now - job.since_seconds < patience:
+    if size.could_grow and turn.now - job.since_seconds < patience:
         return
-    turn.set(members=choice.nodes, opener=choice.nodes[0])
-    turn.do(OpenGeneration(node=choice.nodes[0], own=job.own, avoid=job.avoid))
+    members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
+    turn.set(members=members, opener=members[0])
+    turn.do(OpenGeneration(node=members[0], own=job.own, avoid=job.avoid))
     turn.go(Trigger.ENOUGH_NODES)
 
 
@@ -120,19 +75,20 @@ def request_missing(turn: Turn) -> None:
     job = turn.job
     if job.ending is not None or job.spec.attached:
         return
-    missing = job.wanted_nodes - len(job.available) - job.nodes_requested
+    missing = job.wanted_nodes - job.available_count - job.nodes_requested
     if missing > 0:
         turn.set(nodes_requested=job.nodes_requested + missing)
         turn.do(
-            RequestNodes(count=missing, reason=f"{len(job.available)} of {job.wanted_nodes} wanted nodes are there")
+            RequestNodes(count=missing, reason=f"{job.available_count} of {job.wanted_nodes} wanted nodes are there")
         )
 
 
 def _give_back(turn: Turn) -> None:
     job = turn.job
-    if job.spec.attached:
+    too_many = job.nodes_requested == 0 and job.available_count > job.wanted_nodes
+    if job.spec.attached or not (too_many or job.going):
         return
-    extra = list(job.available)[job.wanted_nodes :] if job.nodes_requested == 0 else []
+    extra = set(job.available[job.wanted_nodes :]) if too_many else set()
     for name, node in list(job.nodes.items()):
         if node.going:
             release(turn, name, "it was announced to go, and nothing of it is needed any more")
@@ -142,7 +98,7 @@ def _give_back(turn: Turn) -> None:
 
 def release(turn: Turn, name: str, reason: str) -> None:
     """Give a node back; from now on it does not exist for the job."""
-    turn.set(nodes={key: value for key, value in turn.job.nodes.items() if key != name})
+    turn.remove_node(name)
     turn.do(ReleaseNode(node=name, reason=reason))
     turn.note("node released", reason, node=name)
 
@@ -166,9 +122,9 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
         turn.note("checkpoint skipped", problem, generation=event.generation)
     if job.ending is not None:
         turn.go(Trigger.CONCLUDED)
-        ending.record(turn)
+        finishing.record(turn)
         return
-    if any(name not in job.available for name in job.members) or len(job.members) > job.wanted_nodes:
+    if any(name not in job.nodes or name in job.going for name in job.members) or len(job.members) > job.wanted_nodes:
         turn.go(Trigger.OPEN_FAILED)
         consider(turn)
         return
@@ -180,14 +136,17 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     _note_restart(turn, event, job.gang.world_size if job.gang else None)
     gang = form(generation=event.generation, nodes=job.members, workers_per_node=job.spec.workers_per_node)
     step = event.base.step if event.base else 0
+    step_seconds = job.ranks.step_seconds.highest or job.measured.step_seconds
     turn.set(
         gang=gang,
+        measured=replace(job.measured, step_seconds=step_seconds),
         base=event.base,
         newest_committed=event.base,
         failures=0 if _is_progress(turn, event) else job.failures,
         committed_at_seconds=job.committed_at_seconds if event.base == job.newest_committed else None,
-        ranks={rank: Rank(step=step) for rank in range(gang.world_size)},
+        ranks=Ranks.starting(gang.world_size, step),
         lost_in_gang=(),
+        gone_ranks=NOBODY,
         lost_at_seconds=None,
         proposal=None,
         attempt=1,
@@ -248,38 +207,34 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
         Refusal.FORMAT: ExitCode.NEVER_RESTART,
     }
     turn.go(Trigger.REFUSED)
-    ending.finish(turn, int(codes[event.refusal]), event.reason)
+    finishing.finish(turn, int(codes[event.refusal]), event.reason)
 
 
 def on_rank_attached(turn: Turn, event: RankAttached) -> None:
     """A rank has restored its state; when all have, the job runs."""
     job = turn.job
-    if job.phase is not Phase.STARTING or not _present(turn, event.generation):
+    if job.phase is not Phase.STARTING or not turn.is_present(event.generation):
         return
-    turn.set_rank(event.rank, attached=True, pid=event.pid, step=event.step)
+    turn.set(ranks=job.ranks.attach(event.rank, pid=event.pid, step=event.step))
     turn.set(ever_attached=True, until=event.until, allowed_world_sizes=event.allowed_world_sizes)
     job = turn.job
     assert job.gang is not None
     allowed = event.allowed_world_sizes
     if allowed is not None and job.gang.world_size not in allowed:
-        ending.break_gang(
+        breaking.break_gang(
             turn, f"world size {job.gang.world_size} does not divide the global batch; {list(allowed)} do"
         )
         return
-    if all(rank.attached for rank in job.ranks.values()):
+    if job.ranks.everyone <= job.ranks.attached:
         turn.go(Trigger.ALL_ATTACHED)
+        turn.set(progress_at_seconds=turn.now)
         turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
-        saving.drive(turn)
+        proposing.drive(turn)
 
 
 def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
     """Preflight: print once, for the whole gang, what saving will need."""
-    if not _present(turn, event.generation):
+    if not turn.is_present(event.generation):
         return
-    turn.set_rank(event.rank, slot_bytes=event.slot_bytes)
+    turn.set(ranks=turn.job.ranks.plan(event.rank, slot_bytes=event.slot_bytes, unique_bytes=event.unique_bytes))
     preflight.report(turn)
-
-
-def _present(turn: Turn, generation: int) -> bool:
-    """Whether a message belongs to the present generation; every other is ignored."""
-    return turn.job.gang is not None and turn.job.gang.generation == generation

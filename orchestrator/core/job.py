@@ -1,14 +1,28 @@
 """The decision maker: `step(job, event, now) → (job, actions)`. Pure: same values in, same values out.
 
-The phases and the one transition table are in `core.states`; `forming`, `saving` and `ending` hold the handlers.
-The supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
+The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
+`leaving`, `exits`, `proposing`, `courses`, `shards`, `handovers`, `breaking`, `settling`; `clearing` and `finishing`
+end a generation and the job. Imports among them point down only. The supervisor (`supervisor.loop`) is the only caller
+outside tests and simulation.
 """
 
 from __future__ import annotations
 
 from typing import assert_never
 
-from orchestrator.core import ending, forming, saving
+from orchestrator.core import (
+    breaking,
+    clearing,
+    courses,
+    exits,
+    finishing,
+    forming,
+    handovers,
+    leaving,
+    proposing,
+    settling,
+    shards,
+)
 from orchestrator.core.messages import (
     Action,
     Echoed,
@@ -16,6 +30,7 @@ from orchestrator.core.messages import (
     Event,
     GenerationOpened,
     GenerationRefused,
+    HandedOver,
     IndexDecided,
     IndexFailed,
     NodeJoined,
@@ -34,7 +49,8 @@ from orchestrator.core.messages import (
     Uploaded,
     UploadFailed,
 )
-from orchestrator.core.states import TRANSITIONS, Job, JobSpec, Phase, Trigger, Turn
+from orchestrator.core.states import TRANSITIONS, Job, JobSpec, Phase, Trigger
+from orchestrator.core.turn import Turn
 
 __all__ = ["TRANSITIONS", "Job", "JobSpec", "Phase", "Trigger", "new_job", "step"]
 
@@ -49,6 +65,7 @@ def step(job: Job, event: Event, now_seconds: float) -> tuple[Job, tuple[Action,
     turn = Turn(job, now_seconds)
     if job.phase is not Phase.ENDED:
         _dispatch(turn, event)
+        clearing.clear(turn)
         forming.consider(turn)
     return turn.job, tuple(turn.actions)
 
@@ -58,9 +75,9 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912 (one case for 
         case NodeJoined():
             forming.on_node_joined(turn, event)
         case NodeLost():
-            ending.on_node_lost(turn, event)
+            exits.on_node_lost(turn, event)
         case NoticeReceived():
-            forming.on_notice(turn, event)
+            leaving.on_notice(turn, event)
         case GenerationOpened():
             forming.on_generation_opened(turn, event)
         case GenerationRefused():
@@ -70,35 +87,35 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912 (one case for 
         case RankPlanned():
             forming.on_rank_planned(turn, event)
         case Progress():
-            saving.on_progress(turn, event)
+            proposing.on_progress(turn, event)
         case SaveAsked():
-            saving.on_save_asked(turn, event)
+            proposing.on_save_asked(turn, event)
         case Echoed():
-            saving.on_echoed(turn, event)
+            proposing.on_echoed(turn, event)
         case Refused():
-            saving.on_refused(turn, event)
+            proposing.on_refused(turn, event)
         case Passed():
-            saving.on_passed(turn, event)
+            proposing.on_passed(turn, event)
         case Staged():
-            saving.on_staged(turn, event)
+            shards.on_staged(turn, event)
         case Uploaded():
-            saving.on_uploaded(turn, event)
+            shards.on_uploaded(turn, event)
         case UploadFailed():
-            saving.on_upload_failed(turn, event)
+            shards.on_upload_failed(turn, event)
+        case HandedOver():
+            handovers.on_handed_over(turn, event)
         case IndexDecided():
-            saving.on_index_decided(turn, event)
-            saving.move_saves(turn)
-            ending.clear(turn)
+            settling.on_index_decided(turn, event)
+            shards.move_saves(turn)
         case IndexFailed():
-            saving.on_index_failed(turn, event)
-            saving.move_saves(turn)
-            ending.clear(turn)
+            settling.on_index_failed(turn, event)
+            shards.move_saves(turn)
         case RankExited():
-            ending.on_rank_exited(turn, event)
+            exits.on_rank_exited(turn, event)
         case EndRecorded():
-            ending.on_end_recorded(turn, event)
+            finishing.on_end_recorded(turn, event)
         case Requested():
-            ending.on_requested(turn, event)
+            leaving.on_requested(turn, event)
         case Tick():
             _on_tick(turn)
         case _:
@@ -111,12 +128,13 @@ def _on_tick(turn: Turn) -> None:
         turn.note("store failed", f"{job.opener} did not open a generation within {job.spec.open_seconds:.0f} s")
         turn.go(Trigger.OPEN_FAILED)
     if job.phase is Phase.LEAVING:
-        ending.limit_leaving(turn)
+        breaking.limit_leaving(turn)
     if job.phase is Phase.ENDING:
-        ending.limit_recording(turn)
+        finishing.limit_recording(turn)
     if job.phase in (Phase.RUNNING, Phase.LEAVING, Phase.CLEARING):
-        saving.move_saves(turn)
-        saving.drive(turn)
-        ending.clear(turn)
+        handovers.ask(turn)
+        shards.move_saves(turn)
+        if courses.follow(turn):
+            proposing.drive(turn)
     if job.phase is Phase.RUNNING:
         forming.request_missing(turn)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +26,25 @@ class Gang:
 
     generation: int
     places: tuple[Place, ...]
+    nodes: tuple[str, ...] = field(init=False, repr=False)
+    """The nodes, in rank order."""
+    world_size: int = field(init=False, repr=False)
+    """Number of ranks."""
+    _by_node: Mapping[str, Place] = field(init=False, repr=False, compare=False)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return sum(place.count for place in self.places)
+    def __post_init__(self) -> None:
+        by_node = {place.node: place for place in self.places}
+        object.__setattr__(self, "_by_node", by_node)
+        object.__setattr__(self, "nodes", tuple(by_node))
+        object.__setattr__(self, "world_size", sum(place.count for place in self.places))
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes, in rank order."""
-        return tuple(place.node for place in self.places)
+    def __contains__(self, node: str) -> bool:
+        return node in self._by_node
 
     def ranks_of(self, node: str) -> range:
         """The ranks on a node; empty if it is not a member."""
-        return next((place.ranks for place in self.places if place.node == node), range(0))
+        place = self._by_node.get(node)
+        return range(0) if place is None else place.ranks
 
     def node_of(self, rank: int) -> str:
         """The node a rank lives on."""
@@ -47,51 +52,53 @@ class Gang:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """The nodes to form with (None: cannot form yet), whether waiting could give more, and why."""
+class Size:
+    """How many nodes to form with (None: cannot form yet), whether waiting could give more, and why."""
 
-    nodes: tuple[str, ...] | None
+    count: int | None
     could_grow: bool
     reason: str
 
 
-def choose_members(
+def choose_size(
     *,
-    available: Sequence[str],
-    previous: Sequence[str],
+    available: int,
     nodes_min: int,
     nodes_wanted: int,
     workers_per_node: int,
     allowed_world_sizes: Sequence[int] | None,
-) -> Membership:
-    """The largest allowed gang out of the available nodes; survivors first, so that they keep their ranks' order."""
-    survivors = [node for node in previous if node in available]
-    newcomers = [node for node in available if node not in survivors]
-    ordered = survivors + sorted(newcomers, key=lambda node: (len(node), node))
+) -> Size:
+    """The size of the largest allowed gang out of so many available nodes."""
     largest = largest_allowed(nodes_wanted, workers_per_node, allowed_world_sizes)
-    count = largest_allowed(min(len(ordered), nodes_wanted), workers_per_node, allowed_world_sizes)
+    count = largest_allowed(min(available, nodes_wanted), workers_per_node, allowed_world_sizes)
     if largest < nodes_min or largest == 0:
-        return Membership(
-            nodes=None,
+        return Size(
+            count=None,
             could_grow=False,
             reason=f"no number of nodes from {nodes_min} to {nodes_wanted} with {workers_per_node} workers each gives "
             f"an allowed world size {list(allowed_world_sizes or ())}",
         )
     if count < nodes_min or count == 0:
-        return Membership(
-            nodes=None, could_grow=True, reason=f"{len(ordered)} nodes are available, {nodes_min} are needed"
-        )
-    spare = len(ordered) - count
+        return Size(count=None, could_grow=True, reason=f"{available} nodes are available, {nodes_min} are needed")
+    spare = available - count
     reason = f"{count} of {nodes_wanted} wanted nodes" + (f", {spare} spare" if spare else "")
-    return Membership(nodes=tuple(ordered[:count]), could_grow=count < largest, reason=reason)
+    return Size(count=count, could_grow=count < largest, reason=reason)
+
+
+def order(*, available: Sequence[str], previous: Sequence[str]) -> tuple[str, ...]:
+    """The nodes in the order in which they get ranks: survivors first, so that they keep their ranks' order."""
+    there = set(available)
+    survivors = [node for node in previous if node in there]
+    newcomers = there.difference(survivors)
+    return (*survivors, *sorted(newcomers, key=lambda node: (len(node), node)))
 
 
 def largest_allowed(nodes: int, workers_per_node: int, allowed_world_sizes: Sequence[int] | None) -> int:
     """The largest number of whole nodes, at most `nodes`, whose world size the job allows; 0 if there is none."""
     if allowed_world_sizes is None:
         return nodes
-    allowed = set(allowed_world_sizes)
-    return next((count for count in range(nodes, 0, -1) if count * workers_per_node in allowed), 0)
+    counts = (size // workers_per_node for size in allowed_world_sizes if size % workers_per_node == 0)
+    return max((count for count in counts if 0 < count <= nodes), default=0)
 
 
 def form(*, generation: int, nodes: Sequence[str], workers_per_node: int) -> Gang:

@@ -74,10 +74,14 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    """An agent connected and is ready to launch `workers` workers."""
+    """An agent connected and is ready to launch `workers` workers.
+
+    `objects_url` is where peers read this node's staged shards; empty where they cannot.
+    """
 
     node: str
     workers: int
+    objects_url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +140,13 @@ class RankAttached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlanned:
-    """A rank's shard layout is known: preflight numbers."""
+    """A rank's shard layout is known. `unique_bytes` of it are held by no other rank."""
 
     node: str
     generation: int
     rank: int
     slot_bytes: int
+    unique_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +244,18 @@ class UploadFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """This node holds a staged shard of another node's rank, digests checked, and uploads it from now on."""
+
+    node: str
+    generation: int
+    step: int
+    rank: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexDecided:
     """`index.json` is there: committed or abandoned, whoever wrote it."""
 
@@ -318,6 +335,7 @@ Event = (
     | Staged
     | Uploaded
     | UploadFailed
+    | HandedOver
     | IndexDecided
     | IndexFailed
     | RankExited
@@ -412,6 +430,22 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """Copy a staged shard of a node that will go from its memory, and upload it as its rank would.
+
+    `source_url` is that node's `objects_url`. Answers: `HandedOver`, then `Uploaded` or `UploadFailed` of that rank.
+    """
+
+    node: str
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    absent: tuple[int, ...]
+    source_url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """All needed receipts are there: write the index."""
 
@@ -479,6 +513,7 @@ Action = (
     | Decide
     | EndWorkers
     | Upload
+    | HandOver
     | Commit
     | Abandon
     | Settled

@@ -1,4 +1,4 @@
-"""What to do when time is short or something failed. Pure; each answer carries its arithmetic or reason."""
+"""The rhythm of periodic saves, and what follows from workers' exits. Pure; each answer carries its reason."""
 
 from __future__ import annotations
 
@@ -10,41 +10,6 @@ from orchestrator.core.messages import RankExited, Verdict
 from orchestrator.errors import ExitCode
 
 ARM_AHEAD_SECONDS = 1.0  # a periodic save is armed this long before its step, so that no rank has to wait for it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """Whether an emergency save fits before the deadline, with the arithmetic."""
-
-    fits: bool
-    reason: str
-
-
-def fit_deadline(
-    *,
-    steps_away: int,
-    step_seconds: float,
-    stage_seconds: float | None,
-    size_bytes: int,
-    bandwidth_bytes_per_second: float | None,
-    remaining_seconds: float | None,
-) -> Fit:
-    """Compare the time to reach, stage and upload the agreed step with what is left.
-
-    `stage_seconds` and `bandwidth_bytes_per_second` are measured values of earlier saves, None before the first.
-    """
-    reach = steps_away * step_seconds
-    stage = stage_seconds or 0.0
-    upload = size_bytes / bandwidth_bytes_per_second if bandwidth_bytes_per_second else 0.0
-    needed = reach + stage + upload
-    arithmetic = f"{reach:.1f} s to the step + {stage:.1f} s staging + {upload:.1f} s upload = {needed:.1f} s"
-    if not bandwidth_bytes_per_second:
-        arithmetic += " (nothing measured yet)"
-    if remaining_seconds is None:
-        return Fit(fits=True, reason=f"{arithmetic}; no deadline")
-    fits = needed <= remaining_seconds
-    word = "fits in" if fits else "cannot make it in"
-    return Fit(fits=fits, reason=f"{arithmetic}; {word} {remaining_seconds:.1f} s")
 
 
 def periodic_step(*, last: int, every: int, until: int | None) -> int | None:

@@ -1,20 +1,22 @@
 """The job's state: phases, the one transition table, and the values that the handlers work on.
 
-`core.job.step` is the only entry. The handlers (`forming`, `saving`, `ending`) change a `Turn`, which lives for
-one step: it holds the next job value and collects actions. A job value itself is never changed in place.
+`core.job.step` is the only entry. The handlers change a `core.turn.Turn`, which lives for one step: it holds the next
+job value and collects actions. A job value itself is never changed in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
+from orchestrator.core.deadline import NOTHING_MEASURED, Choice, Course, Measured
 from orchestrator.core.membership import Gang
-from orchestrator.core.messages import Action, CheckpointId, Mode, Note, Outcome, RankExited, Scalar
+from orchestrator.core.messages import CheckpointId, Outcome
+from orchestrator.core.ranks import NO_RANKS, NOBODY, Ranks, RankSet
+from orchestrator.core.values import Changeable
 
 
 class Phase(StrEnum):
@@ -119,19 +121,8 @@ class Node:
     going: bool = False
     deadline_seconds: float | None = None
     notice_ids: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """What is known of one rank of the present generation."""
-
-    attached: bool = False
-    pid: int = 0
-    step: int = 0
-    step_seconds: float = 0.0
-    free_slots: int = 2
-    slot_bytes: int = 0
-    exited: RankExited | None = None
+    objects_url: str = ""
+    """Where peers read its staged shards; empty where they cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +133,15 @@ class Leave:
     since_seconds: float
     at_next_save: bool = False
     """Not urgent: leave at the next periodic save's step, not at the nearest."""
+    choice: Choice | None = None
+    """What the time until the deadline is used for, where a notice is the reason."""
+    deadline_seconds: float | None = None
+    """The deadline that this was chosen for."""
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is proposed: everybody leaves as soon as the step that is being staged is complete."""
+        return self.choice is not None and self.choice.course is Course.WAIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +153,8 @@ class Ending:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class Job(Changeable):
     """Everything the supervisor knows."""
 
     spec: JobSpec
@@ -163,6 +163,8 @@ class Job:
     wanted_nodes: int = 0
     nodes_requested: int = 0
     nodes: Mapping[str, Node] = field(default_factory=dict)
+    going: frozenset[str] = frozenset()
+    """The nodes that a notice has named."""
     own: int | None = None
     members: tuple[str, ...] = ()
     opener: str | None = None
@@ -170,8 +172,10 @@ class Job:
     gang: Gang | None = None
     base: CheckpointId | None = None
     avoid: tuple[CheckpointId, ...] = ()
-    ranks: Mapping[int, Rank] = field(default_factory=dict)
+    ranks: Ranks = NO_RANKS
     lost_in_gang: tuple[str, ...] = ()
+    gone_ranks: RankSet = NOBODY
+    """Ranks of the gang whose node is lost: nothing of theirs can still come."""
     lost_at_seconds: float | None = None
     broken_at_seconds: float | None = None
     proposal: Proposal | None = None
@@ -189,90 +193,32 @@ class Job:
     ever_attached: bool = False
     failures: int = 0
     fruitless: int = 0
-    stage_seconds: float | None = None
-    bandwidth_bytes_per_second: float | None = None
+    measured: Measured = NOTHING_MEASURED
+    progress_at_seconds: float = 0.0
+    """When the highest step rose last, or all ranks had attached."""
     awaiting_first_step: bool = False
 
     @property
     def highest_step(self) -> int:
         """The highest step that any rank has published in this generation."""
-        return max((rank.step for rank in self.ranks.values()), default=0)
+        return self.ranks.steps.highest or 0
 
     @property
     def lowest_step(self) -> int:
-        """The lowest step that any rank has published in this generation."""
-        return min((rank.step for rank in self.ranks.values()), default=0)
+        """The lowest step that any rank has published in this generation. Looks at all of them."""
+        return min(self.ranks.steps, default=0)
 
     @property
     def step_seconds(self) -> float:
         """The slowest rank's mean step time; 1 s before anything is known."""
-        return max((rank.step_seconds for rank in self.ranks.values()), default=0.0) or 1.0
-
-    @property
-    def gone_ranks(self) -> frozenset[int]:
-        """Ranks of the gang whose node is lost: nothing of theirs can still come."""
-        if self.gang is None:
-            return frozenset()
-        return frozenset(rank for node in self.lost_in_gang for rank in self.gang.ranks_of(node))
+        return self.ranks.step_seconds.highest or 1.0
 
     @property
     def available(self) -> tuple[str, ...]:
-        """Connected nodes that no notice has named."""
-        return tuple(name for name, node in self.nodes.items() if not node.going)
+        """Connected nodes that no notice has named. Looks at all of them."""
+        return tuple(name for name in self.nodes if name not in self.going)
 
-
-class Turn:
-    """One step in the making: the next job value, and the actions so far."""
-
-    def __init__(self, job: Job, now_seconds: float) -> None:
-        self.job = job
-        self.now = now_seconds
-        self.actions: list[Action] = []
-
-    def set(self, **changes: Any) -> None:
-        """Change fields of the job."""
-        self.job = replace(self.job, **changes)
-
-    def do(self, *actions: Action) -> None:
-        """Ask for actions, in order."""
-        self.actions.extend(actions)
-
-    def note(self, kind: str, reason: str, **where: Any) -> None:
-        """Record an event; `where` takes node, step, rank, generation and facts."""
-        where.setdefault("generation", self.job.gang.generation if self.job.gang else self.job.own)
-        self.do(Note(kind=kind, reason=reason, **where))
-
-    def facts(self, **facts: Scalar) -> dict[str, Scalar]:
-        """Numbers to go with a note."""
-        return facts
-
-    def go(self, trigger: Trigger) -> None:
-        """Move along the transition table; a trigger that the table does not have is a bug."""
-        target = TRANSITIONS[self.job.phase].get(trigger)
-        assert target is not None, f"no transition from {self.job.phase} on {trigger}"
-        self.set(phase=target, since_seconds=self.now)
-
-    def set_rank(self, rank: int, **changes: Any) -> None:
-        """Change what is known of one rank."""
-        self.set(ranks={**self.job.ranks, rank: replace(self.job.ranks[rank], **changes)})
-
-    def set_node(self, name: str, **changes: Any) -> None:
-        """Change what is known of one node."""
-        self.set(nodes={**self.job.nodes, name: replace(self.job.nodes[name], **changes)})
-
-    def leaving_save(self) -> Save | None:
-        """The decided step at which all workers leave, while it is not settled."""
-        return next((save for save in self.job.saves.values() if save.mode is Mode.LEAVE), None)
-
-    def set_save(self, save: Save) -> None:
-        """Store the new value of one decided step."""
-        self.set(saves={**self.job.saves, save.id: save})
-
-    def drop_save(self, save: Save) -> None:
-        """Forget a settled step."""
-        self.set(saves={key: value for key, value in self.job.saves.items() if key != save.id})
-
-    def gang_nodes(self) -> list[str]:
-        """The gang's nodes that are still there."""
-        gang = self.job.gang
-        return [] if gang is None else [node for node in gang.nodes if node in self.job.nodes]
+    @property
+    def available_count(self) -> int:
+        """How many connected nodes no notice has named."""
+        return len(self.nodes) - len(self.going)

@@ -51,6 +51,8 @@ class SavedState:
         self._rng: rng.RngState | None = None
         self.restored = False
         self.planned = False
+        self.unique_bytes = 0
+        """Bytes of the shard that no other rank holds: the header's. All tensors that can be saved are held alike."""
         self._step = 0
 
     # -- saving ------------------------------------------------------------------------------------------
@@ -61,7 +63,9 @@ class SavedState:
         Raises StateError naming what cannot be saved, RefusedError if memory is short.
         """
         captured, metadata = self._capture(self._step)
-        size = max(self._plan_for(captured, metadata, absent).size_bytes for absent in self._possible_absences())
+        plans = [self._plan_for(captured, metadata, absent) for absent in self._possible_absences()]
+        size = max(plan.size_bytes for plan in plans)
+        self.unique_bytes = max(plan.header_bytes for plan in plans)
         for slot in self._slots:
             slot.reserve(size)
         self.planned = True

@@ -102,7 +102,7 @@ class Run:
             self._state = SavedState(launch, self._parts(given), self._sampler, _optimizers(given), accept)
             self.step = self._state.restore(store)
             if self._state.restored:
-                self._control.set_slot_bytes(self._state.plan())
+                self._plan()
         except RefusedError:
             self._control.set_phase(WorkerPhase.REFUSED)
             raise
@@ -115,6 +115,12 @@ class Run:
         _warn_about_buckets(given.get("model"), launch)
         if self._state.restored:
             self._say(f"resumed from step {self.step} (checkpoint {launch.base})")
+
+    def _plan(self) -> None:
+        """Reserve the slots, and publish what saving needs."""
+        slot_bytes = self._state.plan()
+        self._control.set_unique_bytes(self._state.unique_bytes)
+        self._control.set_slot_bytes(slot_bytes)
 
     def _refuse_world_size(self) -> None:
         """If the global batch cannot be shared by this many ranks: say so, and wait to be formed anew with fewer."""
@@ -217,7 +223,7 @@ class Run:
         self.step = step
         try:
             if not self._state.planned:
-                self._control.set_slot_bytes(self._state.plan())
+                self._plan()
             passing = self._boundary.at(step, final=final)
         except RefusedError:
             self._control.set_phase(WorkerPhase.REFUSED)

@@ -30,6 +30,8 @@ from orchestrator.core.messages import (
     Finish,
     GenerationOpened,
     GenerationRefused,
+    HandedOver,
+    HandOver,
     IndexDecided,
     IndexFailed,
     LaunchWorkers,
@@ -45,6 +47,7 @@ from orchestrator.core.messages import (
     Progress,
     RankAttached,
     RankExited,
+    RankPlanned,
     RankProgress,
     RecordEnd,
     Refusal,
@@ -64,6 +67,7 @@ from orchestrator.core.messages import (
 )
 
 FINAL_WAIT_SECONDS = 60.0
+SLOT_BYTES = 100
 SLOT_WAIT_SECONDS = 5.0
 TICK_SECONDS = 0.5
 LIMIT_SECONDS = 400.0
@@ -196,8 +200,9 @@ Waiting = Generator[float, None, None]
 class Model:
     """One job, one seed."""
 
-    def __init__(self, seed: int, ending: Request | None = None) -> None:
-        self.seed, self.ending = seed, ending
+    def __init__(self, seed: int, ending: Request | None = None, *, short_of_time: bool = False) -> None:
+        """`short_of_time`: uploads that take longer than most notices leave, and nothing but notices as faults."""
+        self.seed, self.ending, self.short_of_time = seed, ending, short_of_time
         self.random = random.Random(seed)
         draw = self.random
         self.now = 0.0
@@ -221,6 +226,8 @@ class Model:
             store_retry_seconds=1.0,
         )
         self.step_seconds = draw.choice([0.02, 0.1, 0.4])
+        self.unique_bytes = draw.choice([1, SLOT_BYTES])
+        self.upload_seconds = [0.05, 0.2, 0.5, 3.0]
         self.delay_seconds = draw.choice([0.005, 0.05, 0.2])
         self.decision_wait_seconds = (
             draw.choice([0.2, 1.0]) + 4 * self.delay_seconds if self.synchronous else draw.choice([0.5, 10.0])
@@ -234,7 +241,13 @@ class Model:
         self.finish: Finish | None = None
         self.faults_left = draw.randint(0, 6)
         self.store_faults = 0
+        self.handed_over = 0
         self.trace: list[tuple[float, object]] = []
+        if short_of_time:
+            self.spec = replace(self.spec, nodes_max=draw.randint(2, 3), save_every_steps=7)
+            self.job = new_job(self.spec, 0.0)
+            self.until, self.step_seconds, self.faults_left = 60, 0.1, 4
+            self.unique_bytes, self.upload_seconds = SLOT_BYTES, [1.5, 2.5]
 
     # -- simulated time ----------------------------------------------------------------------------------
 
@@ -369,7 +382,8 @@ class Model:
         self.names += 1
         agent = Agent(name=f"node-{self.names}")
         self.agents[agent.name] = agent
-        self.post(agent, NodeJoined(node=agent.name, workers=self.spec.workers_per_node))
+        joined = NodeJoined(node=agent.name, workers=self.spec.workers_per_node, objects_url=f"memory://{agent.name}")
+        self.post(agent, joined)
 
     def remove(self, name: str) -> None:
         """A node is given back: its agent ends its workers and goes."""
@@ -401,7 +415,7 @@ class Model:
     def fault(self) -> None:
         """One random fault."""
         kinds = [self.fault_loss, self.fault_notice, self.fault_notice, self.fault_death, self.fault_request]
-        self.random.choice(kinds)()
+        self.random.choice(kinds[1:3] if self.short_of_time else kinds)()
 
     def some_node(self) -> str | None:
         """A random node."""
@@ -418,7 +432,7 @@ class Model:
         name = self.some_node()
         if name is None:
             return
-        seconds = self.random.choice([0.3, 2.0, 6.0, 15.0])
+        seconds = self.random.choice([1.5, 2.5, 3.5] if self.short_of_time else [0.3, 2.0, 6.0, 15.0])
         told = None if self.random.random() < 0.2 else seconds
         kind = self.random.choice(["preempt", "preempt", "preempt", "hint"])
         notice = NoticeReceived(
@@ -467,6 +481,8 @@ class Model:
                 self.later(self.slow(), lambda: self.open(agent, action))
             case LaunchWorkers():
                 self.launch(agent, action)
+            case HandOver():
+                self.later(self.slow(), lambda: self.hand_over(agent, action))
             case Commit() | Abandon():
                 self.later(self.slow(), lambda: self.write_index(agent, action))
             case RecordEnd():
@@ -597,6 +613,7 @@ class Model:
         if worker.attached and worker.news("attached", 1):
             attached = RankAttached(**where, pid=1, step=worker.step, until=self.until, allowed_world_sizes=None)  # type: ignore[arg-type]
             self.post(agent, attached)
+            self.post(agent, RankPlanned(**where, slot_bytes=SLOT_BYTES, unique_bytes=self.unique_bytes))  # type: ignore[arg-type]
         proposed = record.proposed_step
         if proposed is not None and worker.echo == record.ballot and worker.news("echo", worker.echo):
             echoed.append(worker.rank)
@@ -629,10 +646,38 @@ class Model:
                 if slot.staged and slot.step == number and worker.news(f"upload-{number}", 1):
                     assert action is not None
                     slot.reading = True
-                    seconds = self.random.choice([0.05, 0.2, 0.5, 3.0])
-                    self.later(seconds, self.uploading(agent, worker, slot, action))
+                    seconds = self.random.choice(self.upload_seconds)
+                    self.later(seconds, self.uploading(agent, worker, slot, action, seconds))
 
-    def uploading(self, agent: Agent, worker: Worker, slot: Slot, action: Upload) -> Callable[[], None]:
+    def hand_over(self, agent: Agent, action: HandOver) -> None:
+        """A peer reads the slot of another node, if that is still there, and uploads what it has read."""
+        if not agent.alive:
+            return
+        where = {"node": agent.name, "generation": action.generation, "step": action.step, "rank": action.rank}
+        source = self.agents.get(action.source_url.removeprefix("memory://"))
+        workers = source.workers if source is not None and source.alive else []
+        slots = [
+            slot
+            for worker in workers
+            for slot in worker.slots
+            if (worker.generation, worker.rank) == (action.generation, action.rank) and slot.step == action.step
+        ]
+        if not slots or not slots[0].staged or self.store_fails():
+            self.post(agent, UploadFailed(**where, reason="the shard could not be read"))  # type: ignore[arg-type]
+            return
+        self.handed_over += 1
+        self.post(agent, HandedOver(**where, size_bytes=SLOT_BYTES, seconds=0.05))  # type: ignore[arg-type]
+        key = CheckpointId(generation=action.generation, step=action.step)
+
+        def end() -> None:
+            if agent.alive:
+                receipt = (action.world_size, frozenset(action.absent), action.step)
+                self.store.receipts.setdefault(key, {})[action.rank] = receipt
+                self.post(agent, Uploaded(**where, size_bytes=SLOT_BYTES, seconds=0.1))  # type: ignore[arg-type]
+
+        self.later(self.slow(), end)
+
+    def uploading(self, agent: Agent, worker: Worker, slot: Slot, action: Upload, seconds: float) -> Callable[[], None]:
         """The end of one shard's upload."""
 
         def end() -> None:
@@ -647,7 +692,7 @@ class Model:
                 assert slot.step is not None
                 receipt = (action.world_size, frozenset(action.absent), slot.step)
                 self.store.receipts.setdefault(key, {})[worker.rank] = receipt
-                self.post(agent, Uploaded(**where, size_bytes=100, seconds=0.1))  # type: ignore[arg-type]
+                self.post(agent, Uploaded(**where, size_bytes=SLOT_BYTES, seconds=seconds))  # type: ignore[arg-type]
             self.look(agent)
 
         return end
@@ -781,9 +826,9 @@ def check_end(result: Result, ending: Request | None) -> None:
         raise Violation(f"done with {result.newest}, the last step is {result.until}")
 
 
-def run_seed(seed: int, ending: Request | None = None) -> tuple[str | None, Model]:
+def run_seed(seed: int, ending: Request | None = None, *, short_of_time: bool = False) -> tuple[str | None, Model]:
     """Run one seed: what went wrong, with the end of the trace, or None. A failed assertion of the core counts."""
-    model = Model(seed, ending)
+    model = Model(seed, ending, short_of_time=short_of_time)
     try:
         check_end(model.run(), ending)
     except AssertionError as error:

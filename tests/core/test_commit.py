@@ -6,11 +6,20 @@ import pytest
 
 from orchestrator.core.commit import NOTICE_SECONDS_ASSUMED, Save, committable, hopeless, staging_over
 from orchestrator.core.messages import CheckpointId, Mode
+from orchestrator.core.ranks import RankSet
 
 DEADLINE = 30.0
 
 
-def save(*, absent: str = "", staged: str = "", durable: str = "", given_up: str = "", deadline: bool = True) -> Save:
+def save(
+    *,
+    absent: str = "",
+    staged: str = "",
+    durable: str = "",
+    given_up: str = "",
+    held: str = "",
+    deadline: bool = True,
+) -> Save:
     """A save of four ranks; ranks are given as digits."""
     return Save(
         id=CheckpointId(generation=1, step=10),
@@ -22,12 +31,13 @@ def save(*, absent: str = "", staged: str = "", durable: str = "", given_up: str
         staged=ranks(staged),
         durable=ranks(durable),
         given_up=ranks(given_up),
+        held=ranks(held),
     )
 
 
-def ranks(digits: str) -> frozenset[int]:
+def ranks(digits: str) -> RankSet:
     """ "013" → ranks 0, 1 and 3."""
-    return frozenset(int(digit) for digit in digits)
+    return RankSet.of(int(digit) for digit in digits)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +83,9 @@ def test_absent_ranks_are_awaited_until_they_are_gone_or_their_time_is_over(
         (save(absent="3", staged="0123", durable="013"), "", 99, False),
         (save(absent="3", staged="0123", durable="0123"), "", 0, True),
         (save(absent="3", staged="0123", durable="012", deadline=False), "", NOTICE_SECONDS_ASSUMED, True),
+        (save(absent="3", staged="0123", durable="012", held="3"), "", 99, False),
+        (save(absent="3", staged="0123", durable="012", held="3"), "3", 99, True),
+        (save(absent="3", staged="0123", durable="0123", held="3"), "", 99, True),
     ],
 )
 def test_the_index_needs_every_required_receipt_and_waits_for_the_others_while_there_is_time(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestrator.core.membership import choose_members, form, largest_allowed
+from orchestrator.core.membership import Size, choose_size, form, largest_allowed, order
 
 CASES: list[tuple[str, list[str], list[str], int, int, list[int] | None, tuple[str, ...] | None, bool]] = [
     # what, available, previous, at least, wanted, allowed world sizes, members, could grow
@@ -26,21 +26,30 @@ CASES: list[tuple[str, list[str], list[str], int, int, list[int] | None, tuple[s
 ]
 
 
+def choose(
+    available: list[str], previous: list[str], counts: tuple[int, int, int], allowed: list[int] | None
+) -> tuple[tuple[str, ...] | None, Size]:
+    """With (at least, wanted, workers per node): the members, if a gang can be formed, and the size with its reason."""
+    least, wanted, workers = counts
+    size = choose_size(
+        available=len(available),
+        nodes_min=least,
+        nodes_wanted=wanted,
+        workers_per_node=workers,
+        allowed_world_sizes=allowed,
+    )
+    members = None if size.count is None else order(available=available, previous=previous)[: size.count]
+    return members, size
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].replace(" ", "-"))
 def test_members(
     case: tuple[str, list[str], list[str], int, int, list[int] | None, tuple[str, ...] | None, bool],
 ) -> None:
     _, available, previous, least, wanted, allowed, members, could_grow = case
-    choice = choose_members(
-        available=available,
-        previous=previous,
-        nodes_min=least,
-        nodes_wanted=wanted,
-        workers_per_node=1,
-        allowed_world_sizes=allowed,
-    )
-    assert (choice.nodes, choice.could_grow) == (members, could_grow)
-    assert choice.reason
+    chosen, size = choose(available, previous, (least, wanted, 1), allowed)
+    assert (chosen, size.could_grow) == (members, could_grow)
+    assert size.reason
 
 
 @pytest.mark.parametrize(
@@ -67,19 +76,12 @@ def test_whatever_is_available_the_choice_keeps_its_promises(seed: int) -> None:
         allowed = draw.choice([None, sorted(draw.sample(range(1, 17), draw.randint(0, 6)))])
         least, workers = draw.randint(1, 3), draw.randint(1, 3)
         wanted = draw.randint(least, 8)
-        choice = choose_members(
-            available=available,
-            previous=previous,
-            nodes_min=least,
-            nodes_wanted=wanted,
-            workers_per_node=workers,
-            allowed_world_sizes=allowed,
-        )
-        if choice.nodes is None:
+        chosen, size = choose(available, previous, (least, wanted, workers), allowed)
+        if chosen is None:
             continue
-        assert set(choice.nodes) <= set(available)
-        assert len(set(choice.nodes)) == len(choice.nodes)
-        assert least <= len(choice.nodes) <= wanted
-        assert allowed is None or len(choice.nodes) * workers in allowed
+        assert set(chosen) <= set(available)
+        assert len(set(chosen)) == len(chosen) == size.count
+        assert least <= len(chosen) <= wanted
+        assert allowed is None or len(chosen) * workers in allowed
         survivors = [node for node in previous if node in available]
-        assert list(choice.nodes)[: len(survivors)] == survivors[: len(choice.nodes)]
+        assert list(chosen)[: len(survivors)] == survivors[: len(chosen)]

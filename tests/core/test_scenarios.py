@@ -46,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "until": 100,
     "allowed_world_sizes": None,
     "size_bytes": 1 << 20,
+    "unique_bytes": 4096,
     "seconds": 0.5,
     "attached": True,
     "verdict": "none",
@@ -256,3 +257,23 @@ def test_every_event_and_every_action_occurs_in_some_transcript() -> None:
     told = "\n".join(path.read_text(encoding="utf-8") for path in SCENARIOS.glob("*.txt"))
     kinds = {kind.__name__ for kind in (*typing.get_args(messages.Event), *typing.get_args(messages.Action))}
     assert [name for name in sorted(kinds - {"Note"}) if f"{name}(" not in told] == []
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.txt")), ids=lambda path: path.stem)
+def test_a_job_value_never_changes_and_the_same_values_give_the_same_answer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Job, str]] = []
+
+    real = step
+
+    def watched(job: Job, event: Event, now_seconds: float) -> tuple[Job, tuple[Action, ...]]:
+        before = repr(job)
+        answer = real(job, event, now_seconds)
+        assert real(job, event, now_seconds) == answer
+        seen.append((job, before))
+        return answer
+
+    monkeypatch.setitem(globals(), "step", watched)
+    play(path)
+    assert [job for job, before in seen if repr(job) != before] == []

@@ -298,7 +298,7 @@ def test_a_resumed_job_plans_its_slots_in_attach(stage: Stage) -> None:
     base = committed_at(stage, 5)
     agent = stage.agent(base=base)
     Script().attach()
-    assert agent.control.slot_bytes > 0
+    assert agent.control.slot_bytes > agent.control.unique_bytes > 0
 
 
 def test_a_job_that_is_at_its_end_has_no_step_left(stage: Stage) -> None:

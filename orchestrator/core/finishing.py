@@ -1,0 +1,62 @@
+"""How a job ends: its end record, and the last word to the supervisor. Pure; see `core.states`."""
+
+from __future__ import annotations
+
+from orchestrator.core.messages import EndRecorded, Finish, RecordEnd, ReleaseNode
+from orchestrator.core.states import Phase, Trigger
+from orchestrator.core.turn import Turn
+
+
+def conclude(turn: Turn) -> None:
+    """End from GATHERING: with an end record if a generation of ours may exist and somebody can write it."""
+    if turn.job.opener is not None and turn.job.nodes:
+        turn.go(Trigger.CONCLUDED)
+        record(turn)
+        return
+    assert turn.job.ending is not None
+    turn.go(Trigger.RECORDED)
+    finish(turn, turn.job.ending.exit_code, turn.job.ending.reason)
+
+
+def record(turn: Turn) -> None:
+    """Ask an agent for the end record; without any agent the job ends without one."""
+    job = turn.job
+    assert job.ending is not None
+    node = next((name for name, state in job.nodes.items() if not state.going), next(iter(job.nodes), None))
+    if node is None:
+        turn.go(Trigger.RECORDED)
+        finish(turn, job.ending.exit_code, job.ending.reason)
+        return
+    turn.set(opener=node)
+    turn.do(RecordEnd(node=node, outcome=job.ending.outcome, reason=job.ending.reason))
+
+
+def limit_recording(turn: Turn) -> None:
+    """Nobody confirms the end record: end without it, with the same status."""
+    job = turn.job
+    assert job.ending is not None
+    if turn.now - job.since_seconds > job.spec.open_seconds:
+        turn.note("store failed", f"the end record was not confirmed within {job.spec.open_seconds:.0f} s")
+        turn.go(Trigger.RECORDED)
+        finish(turn, job.ending.exit_code, job.ending.reason)
+
+
+def on_end_recorded(turn: Turn, event: EndRecorded) -> None:
+    """The end record is written; the job is over."""
+    job = turn.job
+    if job.phase is not Phase.ENDING or event.node != job.opener:
+        return
+    assert job.ending is not None
+    if event.reason is not None:
+        turn.note("store failed", f"the end record could not be written: {event.reason}", node=event.node)
+    turn.go(Trigger.RECORDED)
+    finish(turn, job.ending.exit_code, job.ending.reason)
+
+
+def finish(turn: Turn, exit_code: int, reason: str) -> None:
+    """Give every node back and tell the supervisor to end."""
+    for name in list(turn.job.nodes):
+        turn.do(ReleaseNode(node=name, reason="the job is over"))
+    turn.set(nodes={})
+    turn.note("ended", reason, facts=turn.facts(exit_code=exit_code))
+    turn.do(Finish(exit_code=exit_code, reason=reason))

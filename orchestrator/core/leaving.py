@@ -1,0 +1,127 @@
+"""Why everybody shall leave: notices, and what a person asks for. Pure; see `core.states`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.core import breaking, courses, proposing
+from orchestrator.core.messages import NoticeKind, NoticeReceived, Outcome, Request, Requested
+from orchestrator.core.states import Ending, Leave, Node, Phase
+from orchestrator.core.turn import Turn
+from orchestrator.errors import ExitCode
+
+
+def on_notice(turn: Turn, event: NoticeReceived) -> None:
+    """A node will go: earliest deadline wins, the same notice counts once, a cancel undoes only its own."""
+    node = turn.job.nodes.get(event.node)
+    if node is None:
+        return
+    if event.kind == NoticeKind.CANCEL:
+        _cancel_notice(turn, event, node)
+        return
+    if event.notice_id in node.notice_ids:
+        return
+    if event.kind == NoticeKind.HINT:
+        turn.set_node(event.node, notice_ids=(*node.notice_ids, event.notice_id))
+        turn.set(save_asked=True)
+        turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
+        return
+    deadline = None if event.remaining_seconds is None else turn.now + max(event.remaining_seconds, 0.0)
+    known = [value for value in (node.deadline_seconds, deadline) if value is not None]
+    turn.set_node(
+        event.node,
+        going=True,
+        deadline_seconds=min(known, default=None),
+        notice_ids=(*node.notice_ids, event.notice_id),
+    )
+    left = "no deadline" if deadline is None else f"{deadline - turn.now:.1f} s left"
+    turn.note(
+        "notice received",
+        f"{event.source}: {event.kind}, {left}",
+        node=event.node,
+        step=turn.job.highest_step,
+        facts=turn.facts(remaining_seconds=event.remaining_seconds),
+    )
+    _node_is_going(turn, event.node)
+
+
+def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
+    if event.notice_id not in node.notice_ids:
+        return
+    rest = tuple(notice for notice in node.notice_ids if notice != event.notice_id)
+    turn.set_node(
+        event.node, notice_ids=rest, going=bool(rest), deadline_seconds=node.deadline_seconds if rest else None
+    )
+    turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
+    _node_stays(turn)
+
+
+def _node_is_going(turn: Turn, name: str) -> None:
+    """A notice named a node: if it is in the gang, everybody leaves at an agreed step."""
+    job = turn.job
+    if job.gang is None or name not in job.gang:
+        return
+    if job.spec.attached and job.ending is None:
+        reason = f"a notice reached {name}"
+        turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
+    if job.phase is Phase.RUNNING:
+        before = job.leave
+        leave = Leave(reason=f"{name} will go", since_seconds=turn.now)
+        if before is not None and before.choice is not None:
+            leave = replace(leave, choice=before.choice, deadline_seconds=before.deadline_seconds)
+        turn.set(leave=leave)
+        if not _is_urgent(turn, name, leave) or courses.follow(turn):
+            proposing.drive(turn)
+    elif job.phase is Phase.STARTING:
+        breaking.break_gang(turn, f"{name} will go, and nothing is trained yet")
+
+
+def _is_urgent(turn: Turn, name: str, leave: Leave) -> bool:
+    """Whether this notice may change the course at once; one of many with a later deadline is left to the next tick."""
+    deadline_seconds, known = turn.job.nodes[name].deadline_seconds, leave.deadline_seconds
+    if leave.choice is None or known is None:
+        return True
+    return deadline_seconds is not None and deadline_seconds < known
+
+
+def _node_stays(turn: Turn) -> None:
+    """A notice was withdrawn: do not leave for it, unless the decision is made or there is another reason."""
+    job = turn.job
+    if job.phase is not Phase.RUNNING or job.leave is None or turn.going_ranks() or job.ending is not None:
+        return
+    assert job.gang is not None
+    if len(job.gang.nodes) <= job.wanted_nodes:
+        turn.set(leave=None)
+
+
+def on_requested(turn: Turn, event: Requested) -> None:
+    """A person asked to drain, resize or cancel."""
+    job = turn.job
+    if job.phase in (Phase.ENDING, Phase.ENDED):
+        return
+    turn.note("requested", f"{event.request} by {event.by}" + (f", {event.nodes} nodes" if event.nodes else ""))
+    match event.request:
+        case Request.DRAIN:
+            reason = f"drained by {event.by}"
+            if job.ending is None:
+                turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
+            _leave(turn, "drain")
+        case Request.CANCEL:
+            reason = f"cancelled by {event.by}"
+            if job.ending is None or job.ending.outcome is not Outcome.DONE:
+                turn.set(ending=Ending(outcome=Outcome.CANCELLED, exit_code=int(ExitCode.FAILED), reason=reason))
+            if job.phase in breaking.ACTIVE:
+                breaking.break_gang(turn, reason)
+        case Request.RESIZE:
+            assert event.nodes is not None
+            turn.set(wanted_nodes=event.nodes)
+            if job.gang is not None and (len(job.gang.nodes) > event.nodes or proposing.could_grow(turn)):
+                _leave(turn, f"resize to {event.nodes} nodes")
+    proposing.drive(turn)
+
+
+def _leave(turn: Turn, reason: str) -> None:
+    if turn.job.phase is Phase.STARTING:
+        breaking.break_gang(turn, reason)
+    elif turn.job.phase is Phase.RUNNING:
+        turn.set(leave=Leave(reason=reason, since_seconds=turn.now))
