@@ -6,6 +6,7 @@ Used by `agent.node`. Each returns the event to report; errors of the store beco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 
@@ -73,6 +74,11 @@ class StoreActions:
         """Write the index of a checkpoint whose receipts are there."""
         reached("before-index", step=action.step)
         return await self._decide(action, lambda checkpoint: save.commit(self._store, checkpoint))
+
+    async def commit_alone(self, checkpoint: CheckpointId) -> None:
+        """Without a supervisor: write the index if this receipt was the last of all ranks. Else the next one does."""
+        with contextlib.suppress(StoreError, FormatError):  # whoever opens the next generation rolls it forward
+            await asyncio.to_thread(save.commit_whole, self._store, checkpoint)
 
     async def abandon(self, action: Abandon) -> IndexDecided | IndexFailed:
         """Write an abandoned index."""

@@ -26,13 +26,24 @@ class SupervisorClient:
     """Keeps the channel connected until `run` is cancelled or the supervisor says that this agent is not wanted."""
 
     def __init__(
-        self, node: str, channel: Channel, clock: Clock, connect: Connect, on_frame: Callable[[dict[str, Any]], None]
+        self,
+        node: str,
+        channel: Channel,
+        clock: Clock,
+        connect: Connect,
+        *,
+        on_supervisor: Callable[[], None],
+        on_frame: Callable[[dict[str, Any]], None],
     ) -> None:
         self._node = node
         self._channel = channel
         self._clock = clock
         self._connect = connect
+        self._on_supervisor = on_supervisor
         self._on_frame = on_frame
+        self._life = ""
+        """Of the supervisor process that the channel's messages belong to."""
+        self.connected = False
         self.connected_seconds = clock.monotonic()
         """When the connection was last known to work."""
 
@@ -54,15 +65,20 @@ class SupervisorClient:
 
     async def _serve(self, socket: FrameSocket) -> str | None:
         try:
-            await socket.send(json.dumps({"node": self._node, "received": self._channel.received}))
+            greeting = {"node": self._node, "received": self._channel.received, "life": self._life}
+            await socket.send(json.dumps(greeting))
             try:
                 answer = await asyncio.wait_for(socket.receive(), GREETING_SECONDS)
                 welcome = json.loads(answer or "")
                 if "refused" in welcome:
                     return str(welcome["refused"])
-                received = int(welcome["received"])
+                received, life = int(welcome["received"]), str(welcome["life"])
             except (TypeError, ValueError, KeyError):  # closed in the middle of the greeting, or not a supervisor
                 return None
+            if life != self._life:
+                self._life = life
+                self._channel.reset()
+                self._on_supervisor()
             self._channel.reconnect(received)
             await self._exchange(socket)
         finally:
@@ -71,6 +87,7 @@ class SupervisorClient:
 
     async def _exchange(self, socket: FrameSocket) -> None:
         """Until the connection breaks."""
+        self.connected, self.connected_seconds = True, self._clock.monotonic()
         sender = asyncio.create_task(send_frames(self._channel, socket))
         try:
             while (text := await socket.receive()) is not None:
@@ -79,24 +96,26 @@ class SupervisorClient:
                 if taken is not None:
                     self._on_frame(taken)
         finally:
+            self.connected = False
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
 
 
 class WebSocketConnector:
-    """Opens WebSockets to the supervisor that the settings name, with the token."""
+    """Opens WebSockets to the supervisor that the settings name, or that took its place, with the token."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
 
     async def __call__(self) -> FrameSocket:
         """See `agent.link.Connect`."""
-        url, headers = f"{self._settings.supervisor_url}/agent", {"Authorization": f"Bearer {self._settings.token}"}
+        url, token = self._address()
+        headers = {"Authorization": f"Bearer {token}"}
         session = aiohttp.ClientSession(
             headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         )
         try:
-            socket = await session.ws_connect(url, heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX)
+            socket = await session.ws_connect(f"{url}/agent", heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX)
             return WebSocketLink(socket, session)
         except aiohttp.ClientError as error:
             await session.close()
@@ -108,3 +127,14 @@ class WebSocketConnector:
         except BaseException:
             await session.close()
             raise
+
+    def _address(self) -> tuple[str, str]:
+        """(URL, token) of the supervisor that runs now; of the first one where nothing else is written."""
+        given = (self._settings.supervisor_url, self._settings.token)
+        if self._settings.supervisor_file is None:
+            return given
+        try:
+            found = json.loads(self._settings.supervisor_file.read_text())
+            return str(found["url"]), str(found["token"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return given

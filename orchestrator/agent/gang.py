@@ -15,6 +15,7 @@ from pathlib import Path
 
 from orchestrator.agent import workers as processes
 from orchestrator.agent.ports import Runtime
+from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
@@ -23,6 +24,7 @@ from orchestrator.core.messages import (
     Decide,
     Echoed,
     Event,
+    GangReturned,
     LaunchWorkers,
     NoticeKind,
     NoticeReceived,
@@ -280,6 +282,40 @@ class LocalGang:
         for worker in self.workers:
             worker.reported.pop("step", None)
             worker.seen = None
+
+    def forget_reports(self) -> None:
+        """Report everything again at the next look."""
+        for worker in self.workers:
+            kept = {what: value for what, value in worker.reported.items() if what.startswith("upload-")}
+            worker.reported = kept
+            worker.seen = None
+        self.refused_ballot = 0
+
+    def returned(self, saves: LocalSaves) -> GangReturned:
+        """What a supervisor that was started again has to know before it takes this gang back."""
+        staged: dict[int, tuple[int, ...]] = {}
+        for worker in self.workers:
+            for slot in worker.control.slots():
+                if slot.state is SlotState.STAGED and slot.generation == self.generation:
+                    staged[slot.step] = (*staged.get(slot.step, ()), worker.rank)
+        action = self.action
+        return GangReturned(
+            node=self.settings.node,
+            generation=self.generation,
+            world_size=action.world_size,
+            first_rank=action.first_rank,
+            count=action.count,
+            base=action.base,
+            ballot=self.record.ballot,
+            proposed_step=self.record.proposed_step,
+            decided=saves.undecided(staged),
+            ended=any(worker.ended_by_us for worker in self.workers),
+            committed_step=saves.committed_step,
+        )
+
+    def worker_of(self, rank: int) -> Worker:
+        """The worker of a rank that lives here."""
+        return self.workers[rank - self.action.first_rank]
 
     def holds(self, worker: Worker, index: int, step: int) -> Callable[[], bool]:
         """A question for later: is the step still staged in this slot?"""

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.ports import AgentPorts, real_ports
+from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.uploads import Uploads
 from orchestrator.agent.wire import Channel, decode_action
@@ -47,6 +49,7 @@ from orchestrator.core.messages import (
     RecordEnd,
     Settled,
     Staged,
+    TakeBack,
     Upload,
     Uploaded,
     UploadFailed,
@@ -58,12 +61,15 @@ from orchestrator.storage.base import ObjectStore
 
 EXIT_WAIT_SECONDS = 5.0
 ADOPT_WAIT_SECONDS = 60.0
+ALONE_RETRY_SECONDS = 1.0
+ALONE_AFTER_SECONDS = 3.0
+"""Without a supervisor for that long, decided steps are uploaded without its order."""
 PROGRESS_BACKLOG_MAX = 200
 """Messages that may wait for the supervisor before progress is held back (everything else is kept)."""
 DISMISSED = "dismissed by the supervisor"
 
 
-GangAction = LaunchWorkers | Prepare | Decide | EndWorkers | Upload | Settled
+GangAction = LaunchWorkers | TakeBack | Prepare | Decide | EndWorkers | Upload | Settled
 
 
 class Agent:
@@ -74,14 +80,22 @@ class Agent:
         self._ports = ports
         self._clock = ports.clock
         self._channel = Channel()
-        self._client = SupervisorClient(settings.node, self._channel, ports.clock, ports.connect, self._on_frame)
+        self._client = SupervisorClient(
+            settings.node,
+            self._channel,
+            ports.clock,
+            ports.connect,
+            on_supervisor=self._introduce,
+            on_frame=self._on_frame,
+        )
         self._actions = StoreActions(settings, ports.store, ports.clock)
         self._uploads = Uploads(ports.store, ports.clock, settings.workers)
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
         self._objects_url = ""
-        self._wanted: dict[int, Upload] = {}
-        self._settled: dict[int, bool] = {}
+        self._saves = LocalSaves()
+        self._notices: dict[str, tuple[NoticeReceived, float]] = {}
+        """Notices that stand, with the time at which each came."""
         self._gang_actions: asyncio.Queue[GangAction] = asyncio.Queue()
         self._echo = settings.echo_output
         self._over = asyncio.Event()
@@ -92,7 +106,6 @@ class Agent:
         """Serve until dismissed; returns why it ended."""
         self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._objects_url = await self._ports.object_server.start(self._ports.store, self._objects_token, "127.0.0.1")
-        self._post(NodeJoined(node=self._settings.node, workers=self._settings.workers))
         if handle_signals:
             for number in NOTICE_SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -126,6 +139,16 @@ class Agent:
     def _post(self, event: Event) -> None:
         self._channel.post(event)
 
+    def _introduce(self) -> None:
+        """A supervisor that knows nothing of this node: what it is, what it was told, what it runs."""
+        now = self._clock.monotonic()
+        adopts = self._settings.attach_folder is not None
+        running = None if self._gang is None or adopts else self._gang.returned(self._saves)
+        self._post(NodeJoined(node=self._settings.node, workers=self._settings.workers, returned=running))
+        for notice, since in self._notices.values():
+            left = notice.remaining_seconds
+            self._post(replace(notice, remaining_seconds=None if left is None else left - (now - since)))
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -140,6 +163,10 @@ class Agent:
 
     def notice(self, event: NoticeReceived) -> None:
         """Somebody on this node has learnt that it will go, may go, or stays after all."""
+        if event.kind is NoticeKind.CANCEL:
+            self._notices.pop(event.notice_id, None)
+        else:
+            self._notices.setdefault(event.notice_id, (event, self._clock.monotonic()))
         self._post(event)
 
     def _on_signal(self, number: int) -> None:
@@ -156,7 +183,7 @@ class Agent:
     # -- looking -----------------------------------------------------------------------------------------
 
     async def _look_for_ever(self) -> None:
-        next_output = 0.0
+        next_output = next_alone = 0.0
         while True:
             now = self._clock.monotonic()
             self._look()
@@ -165,8 +192,21 @@ class Agent:
                 next_output = now + 0.1
             if self._abandoned_by_all(now):
                 self._over.set()
+            if self._gang is not None and now >= next_alone and self._alone(now):
+                self._upload_alone(self._gang)
+                next_alone = now + ALONE_RETRY_SECONDS
             busy = self._gang is not None and self._gang.waiting_for_echo
             await asyncio.sleep(self._ports.look_seconds_busy if busy else self._ports.look_seconds_idle)
+
+    def _alone(self, now: float) -> bool:
+        """The supervisor is away. Where this node will go there is no time to wait and see."""
+        silent_seconds = now - self._client.connected_seconds
+        return not self._client.connected and (bool(self._notices) or silent_seconds > ALONE_AFTER_SECONDS)
+
+    def _upload_alone(self, gang: LocalGang) -> None:
+        """Nobody may be there to order it: what was decided and is staged here becomes durable; receipts decide."""
+        for order in self._saves.order_alone(self._settings.node):
+            self._start_uploads(gang, order.step)
 
     def _abandoned_by_all(self, now: float) -> bool:
         alive = self._gang is not None and self._gang.alive
@@ -180,16 +220,13 @@ class Agent:
             if isinstance(event, Progress) and self._channel.backlog > PROGRESS_BACKLOG_MAX:
                 gang.forget_progress()  # the supervisor is away: it gets the newest steps when it is back
                 continue
+            if isinstance(event, NoticeReceived):
+                self.notice(event)
+                continue
             self._post(event)
             if isinstance(event, Staged):
                 self._start_uploads(gang, event.step)
-        gang.free(self._may_free, self._uploads.reading)
-
-    def _may_free(self, step: int) -> bool:
-        """A settled step's slot is free once a newer step is complete, or at once if it was abandoned."""
-        if step not in self._settled:
-            return False
-        return not self._settled[step] or any(step < newer for newer in self._wanted)
+        gang.free(self._saves.may_free, self._uploads.reading)
 
     def _copy_output(self) -> None:
         if not self._echo or self._gang is None:
@@ -220,7 +257,7 @@ class Agent:
                 self._spawn(self._report(self._actions.abandon(action)))
             case RecordEnd():
                 self._spawn(self._report(self._actions.record_end(action)))
-            case LaunchWorkers() | Prepare() | Decide() | EndWorkers() | Upload() | Settled():
+            case LaunchWorkers() | TakeBack() | Prepare() | Decide() | EndWorkers() | Upload() | Settled():
                 self._gang_actions.put_nowait(action)
             case _:
                 sys.stderr.write(f"agent {self._settings.node}: ignored {type(action).__name__}\n")
@@ -234,27 +271,37 @@ class Agent:
             else:
                 self._on_gang_action(action)
 
-    def _on_gang_action(self, action: Prepare | Decide | EndWorkers | Upload | Settled) -> None:
+    def _on_gang_action(self, action: TakeBack | Prepare | Decide | EndWorkers | Upload | Settled) -> None:
         """Actions of any other generation than the present one are ignored."""
         gang = self._gang
         if gang is None or gang.generation != action.generation:
             return
         match action:
+            case TakeBack():
+                self._report_again(gang)
             case Prepare():
                 gang.prepare(action)
             case Decide():
                 remaining = action.remaining_seconds
+                self._saves.decide(action)
                 gang.decide(action, None if remaining is None else self._clock.monotonic() + remaining)
             case EndWorkers():
                 gang.end()
             case Upload():
-                self._wanted = {step: old for step, old in self._wanted.items() if step not in self._settled}
-                self._wanted[action.step] = action
+                self._saves.order(action)
                 self._start_uploads(gang, action.step)
             case Settled():
-                self._settled[action.step] = action.committed
+                self._saves.settle(action)
                 gang.settled(action)
         self._look()
+
+    def _report_again(self, gang: LocalGang) -> None:
+        """A new supervisor has taken the gang back: it has to hear everything once more, exits after the rest."""
+        gang.forget_reports()
+        self._look()
+        for worker in gang.workers:
+            if worker.exited:
+                self._post(gang.exit_event(worker))
 
     async def _report(self, work: Coroutine[Any, Any, Event]) -> None:
         self._post(await work)
@@ -265,7 +312,7 @@ class Agent:
                 return
             await self._end_gang(self._gang)
             self._gang.remove_files()
-        self._wanted, self._settled = {}, {}
+        self._saves = LocalSaves(action.generation, action.world_size)
         try:
             gang = LocalGang(self._settings, self._ports.runtime, action, self._objects_url, self._objects_token)
         except OSError as error:
@@ -339,11 +386,14 @@ class Agent:
     # -- uploads -----------------------------------------------------------------------------------------
 
     def _start_uploads(self, gang: LocalGang, step: int) -> None:
-        action = self._wanted.get(step)
+        action = self._saves.order_of(step)
         if action is None:
             return
         for worker, index, size_bytes in gang.staged_slots(step):
-            if worker.news(f"upload-{step}", 1):
+            done = self._saves.upload_of(step, worker.rank)
+            if done is not None and worker.news(f"uploaded-{step}", 1):
+                self._post(done)
+            elif done is None and worker.news(f"upload-{step}", 1):
                 place = ShardPlace(
                     job=self._settings.job,
                     checkpoint=CheckpointId(generation=gang.generation, step=step),
@@ -361,14 +411,26 @@ class Agent:
         try:
             seconds = await upload
         except (StoreError, FormatError, OSError) as error:
+            self._forget_upload(generation, step, place.rank)
             failed = UploadFailed(node=node, generation=generation, step=step, rank=place.rank, reason=str(error))
             self._post(failed)
             return
-        self._post(
-            Uploaded(
-                node=node, generation=generation, step=step, rank=place.rank, size_bytes=size_bytes, seconds=seconds
-            )
+        done = Uploaded(
+            node=node, generation=generation, step=step, rank=place.rank, size_bytes=size_bytes, seconds=seconds
         )
+        self._post(done)
+        gang = self._gang
+        if gang is None or gang.generation != generation:
+            return
+        self._saves.uploaded(done)
+        gang.worker_of(place.rank).news(f"uploaded-{step}", 1)
+        if self._alone(self._clock.monotonic()):
+            await self._actions.commit_alone(place.checkpoint)
+
+    def _forget_upload(self, generation: int, step: int, rank: int) -> None:
+        """It failed: whoever orders it again gets it."""
+        if self._gang is not None and self._gang.generation == generation:
+            self._gang.worker_of(rank).reported.pop(f"upload-{step}", None)
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:

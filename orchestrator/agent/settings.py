@@ -23,6 +23,8 @@ class AgentSettings(BaseModel):
     take_over: bool = False
     supervisor_url: str
     token: str
+    supervisor_file: Path | None = None
+    """Where a supervisor that was started again has written its address and token (JSON)."""
     address: str = "127.0.0.1"
     """Where other nodes reach this one; workers rendezvous there."""
     staging: Path

@@ -94,6 +94,11 @@ class Channel:
         self._next += 1
         self._wake.set()
 
+    def reset(self) -> None:
+        """The peer is another process than before: what was said to the old one does not concern it."""
+        self._next, self._received, self._sent = 1, 0, 0
+        self._unacknowledged.clear()
+
     def reconnect(self, received_by_peer: int) -> None:
         """A new connection: forget what the peer has, send the rest again.
 

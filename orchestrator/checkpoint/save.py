@@ -199,6 +199,14 @@ def commit(store: ObjectStore, checkpoint: CheckpointId) -> bool:
     return _decide(store, checkpoint, fmt.dump(fmt.build_index(receipts)))
 
 
+def commit_whole(store: ObjectStore, checkpoint: CheckpointId) -> None:
+    """Write the index if the receipts of all ranks are there, absent ones included; else do nothing."""
+    receipts, sizes = read_receipts(store, checkpoint)
+    whole = bool(receipts) and len(receipts) == receipts[0].world_size
+    if whole and missing_for_commit(receipts, sizes, checkpoint) is None:
+        _decide(store, checkpoint, fmt.dump(fmt.build_index(receipts)))
+
+
 def abandon(store: ObjectStore, checkpoint: CheckpointId, reason: str) -> bool:
     """Write an abandoned index; True if the checkpoint had been committed before."""
     record = fmt.AbandonedIndex(

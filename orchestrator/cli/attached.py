@@ -57,11 +57,12 @@ class ThisMachine:
         self._store = store
         self._agent: asyncio.Task[str] | None = None
 
-    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
         """Run the agent in this process."""
         settings = self._settings.model_copy(update={"supervisor_url": supervisor_url, "token": token})
         self._agent = asyncio.create_task(Agent(settings, real_ports(settings, self._store)).run(handle_signals=False))
         self._agent.add_done_callback(lambda task: on_lost(settings.node, "the agent has ended"))
+        return ()
 
     def request(self, count: int) -> None:
         """There is only this machine."""

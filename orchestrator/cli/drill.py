@@ -21,7 +21,7 @@ import typer
 from orchestrator.cli.client import connect
 from orchestrator.cli.terminal import say
 from orchestrator.errors import ConfigError, SupervisorError
-from orchestrator.schedulers.local import start_ticks
+from orchestrator.schedulers.leftovers import start_ticks
 
 ANCESTORS_MAX = 64
 

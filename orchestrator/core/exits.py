@@ -61,6 +61,10 @@ def on_node_lost(turn: Turn, event: NodeLost) -> None:
     job = turn.job
     if event.node not in job.nodes:
         in_gang = job.gang is not None and event.node in job.gang
+        if event.node in job.expected:
+            turn.set(expected=job.expected - {event.node})
+            turn.note("node lost", f"{event.reason}, before it reported again", node=event.node)
+            return
         if not in_gang:
             turn.set(nodes_requested=max(0, job.nodes_requested - 1))
             turn.note("node lost", f"{event.reason}, before it joined", node=event.node)
@@ -68,6 +72,9 @@ def on_node_lost(turn: Turn, event: NodeLost) -> None:
     member = job.gang is not None and event.node in job.gang and event.node not in job.lost_in_gang
     announced = event.node in job.nodes and job.nodes[event.node].going
     turn.remove_node(event.node)
+    if event.node in job.returned:
+        turn.set(returned={name: value for name, value in job.returned.items() if name != event.node})
+    turn.set(expected=job.expected - {event.node})
     turn.note("node lost", event.reason + (" (announced)" if announced else ""), node=event.node, step=job.highest_step)
     if member:
         turn.lose_member(event.node)

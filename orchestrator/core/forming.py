@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import breaking, finishing, preflight, proposing
+from orchestrator.core import breaking, finishing, leaving, preflight, proposing, returning, shards
 from orchestrator.core.membership import choose_size, form, order
 from orchestrator.core.messages import (
     GenerationOpened,
@@ -20,7 +20,7 @@ from orchestrator.core.messages import (
     RequestNodes,
 )
 from orchestrator.core.ranks import NOBODY, Ranks
-from orchestrator.core.states import Ending, Phase, Trigger
+from orchestrator.core.states import Ending, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
 
@@ -33,6 +33,8 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     turn.add_node(event.node, event.objects_url)
     turn.set(nodes_requested=max(0, job.nodes_requested - 1))
     turn.note("node joined", f"{event.workers} workers can run there", node=event.node)
+    if event.returned is not None:
+        returning.on_gang_returned(turn, event.returned)
 
 
 def consider(turn: Turn) -> None:
@@ -40,8 +42,10 @@ def consider(turn: Turn) -> None:
     job = turn.job
     if job.phase is not Phase.GATHERING:
         return
-    if job.ending is not None:
+    if job.ending is not None and not (job.ending.outcome is Outcome.DRAINED and (job.expected or job.returned)):
         finishing.conclude(turn)
+        return
+    if returning.decide(turn):
         return
     _give_back(turn)
     request_missing(turn)
@@ -155,6 +159,7 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
         last_save_step=step,
         leave=None,
         awaiting_first_step=True,
+        taken_back=False,
     )
     turn.go(Trigger.OPENED)
     for place in gang.places:
@@ -229,7 +234,20 @@ def on_rank_attached(turn: Turn, event: RankAttached) -> None:
         turn.go(Trigger.ALL_ATTACHED)
         turn.set(progress_at_seconds=turn.now)
         turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
+        _resume_leaving(turn)
         proposing.drive(turn)
+
+
+def _resume_leaving(turn: Turn) -> None:
+    """What a gang that was taken back had been told before, or what its nodes have been told since."""
+    if turn.leaving_save() is not None:
+        turn.set(leave=Leave(reason="it was decided before the supervisor was started again", since_seconds=turn.now))
+        turn.go(Trigger.LEAVE_DECIDED)
+        shards.move_saves(turn)
+    for name in turn.going_members():
+        leaving.node_is_going(turn, name)
+    if turn.job.ending is not None:
+        leaving.leave(turn, turn.job.ending.reason)
 
 
 def on_rank_planned(turn: Turn, event: RankPlanned) -> None:

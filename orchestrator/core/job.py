@@ -20,6 +20,7 @@ from orchestrator.core import (
     handovers,
     leaving,
     proposing,
+    returning,
     settling,
     shards,
 )
@@ -35,6 +36,7 @@ from orchestrator.core.messages import (
     IndexFailed,
     NodeJoined,
     NodeLost,
+    NodesFound,
     NoticeReceived,
     Passed,
     Progress,
@@ -70,10 +72,12 @@ def step(job: Job, event: Event, now_seconds: float) -> tuple[Job, tuple[Action,
     return turn.job, tuple(turn.actions)
 
 
-def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912 (one case for each event)
+def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one case for each event)
     match event:
         case NodeJoined():
             forming.on_node_joined(turn, event)
+        case NodesFound():
+            returning.on_nodes_found(turn, event)
         case NodeLost():
             exits.on_node_lost(turn, event)
         case NoticeReceived():

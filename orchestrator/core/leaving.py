@@ -42,7 +42,7 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
         step=turn.job.highest_step,
         facts=turn.facts(remaining_seconds=event.remaining_seconds),
     )
-    _node_is_going(turn, event.node)
+    node_is_going(turn, event.node)
 
 
 def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
@@ -56,7 +56,7 @@ def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
     _node_stays(turn)
 
 
-def _node_is_going(turn: Turn, name: str) -> None:
+def node_is_going(turn: Turn, name: str) -> None:
     """A notice named a node: if it is in the gang, everybody leaves at an agreed step."""
     job = turn.job
     if job.gang is None or name not in job.gang:
@@ -72,7 +72,7 @@ def _node_is_going(turn: Turn, name: str) -> None:
         turn.set(leave=leave)
         if not _is_urgent(turn, name, leave) or courses.follow(turn):
             proposing.drive(turn)
-    elif job.phase is Phase.STARTING:
+    elif job.phase is Phase.STARTING and not job.taken_back:
         breaking.break_gang(turn, f"{name} will go, and nothing is trained yet")
 
 
@@ -105,7 +105,7 @@ def on_requested(turn: Turn, event: Requested) -> None:
             reason = f"drained by {event.by}"
             if job.ending is None:
                 turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
-            _leave(turn, "drain")
+            leave(turn, "drain")
         case Request.CANCEL:
             reason = f"cancelled by {event.by}"
             if job.ending is None or job.ending.outcome is not Outcome.DONE:
@@ -116,12 +116,13 @@ def on_requested(turn: Turn, event: Requested) -> None:
             assert event.nodes is not None
             turn.set(wanted_nodes=event.nodes)
             if job.gang is not None and (len(job.gang.nodes) > event.nodes or proposing.could_grow(turn)):
-                _leave(turn, f"resize to {event.nodes} nodes")
+                leave(turn, f"resize to {event.nodes} nodes")
     proposing.drive(turn)
 
 
-def _leave(turn: Turn, reason: str) -> None:
-    if turn.job.phase is Phase.STARTING:
+def leave(turn: Turn, reason: str) -> None:
+    """For a reason that can wait for an agreed step. Where nothing is trained yet there is nothing to save."""
+    if turn.job.phase is Phase.STARTING and not turn.job.taken_back:
         breaking.break_gang(turn, reason)
     elif turn.job.phase is Phase.RUNNING:
         turn.set(leave=Leave(reason=reason, since_seconds=turn.now))

@@ -73,6 +73,36 @@ class Refusal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepDecided:
+    """A decided step that an agent knows of and that is not settled, as far as it knows."""
+
+    step: int
+    mode: Mode
+    absent: tuple[int, ...]
+    staged: tuple[int, ...]
+    """The agent's ranks whose shard is in its slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangReturned:
+    """What an agent runs, told to a supervisor that has never given it anything to run."""
+
+    node: str
+    generation: int
+    world_size: int
+    first_rank: int
+    count: int
+    base: CheckpointId | None
+    ballot: int
+    proposed_step: int | None
+    decided: tuple[StepDecided, ...]
+    ended: bool
+    """Its workers were told to end by an earlier supervisor."""
+    committed_step: int | None
+    """The newest step of this generation that the agent knows as committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
     """An agent connected and is ready to launch `workers` workers.
 
@@ -82,6 +112,15 @@ class NodeJoined:
     node: str
     workers: int
     objects_url: str = ""
+    returned: GangReturned | None = None
+    """What it runs already, where an earlier supervisor of this run started it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesFound:
+    """Nodes that an earlier supervisor of this run left running, as the scheduler sees them."""
+
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +360,7 @@ class Tick:
 
 Event = (
     NodeJoined
+    | NodesFound
     | NodeLost
     | NoticeReceived
     | GenerationOpened
@@ -384,6 +424,14 @@ class LaunchWorkers:
     base: CheckpointId | None
     meeting_address: str
     meeting_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBack:
+    """Go on with the generation that you run, under this supervisor: report everything of it once more."""
+
+    node: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -509,6 +557,7 @@ Action = (
     | ReleaseNode
     | OpenGeneration
     | LaunchWorkers
+    | TakeBack
     | Prepare
     | Decide
     | EndWorkers

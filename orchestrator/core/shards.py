@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core import breaking, handovers, preflight, settling
-from orchestrator.core.commit import SaveState
+from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.messages import Staged, Upload, Uploaded, UploadFailed
 from orchestrator.core.turn import Turn
 
@@ -23,19 +23,24 @@ def on_staged(turn: Turn, event: Staged) -> None:
         turn.set_save(save)
         size = f"{save.size_bytes / 2**20:.1f} MiB"
         turn.note("staged", f"{len(save.staged)} ranks hold {size} in memory", step=event.step)
-        absent = tuple(save.absent)
-        for node in turn.gang_nodes():
-            turn.do(
-                Upload(
-                    node=node,
-                    generation=event.generation,
-                    step=event.step,
-                    world_size=save.world_size,
-                    absent=absent,
-                )
-            )
+        upload(turn, save)
         handovers.ask(turn)
     move_saves(turn)
+
+
+def upload(turn: Turn, save: Save) -> None:
+    """The step is complete: every node makes its shards durable."""
+    absent = tuple(save.absent)
+    for node in turn.gang_nodes():
+        turn.do(
+            Upload(
+                node=node,
+                generation=save.id.generation,
+                step=save.id.step,
+                world_size=save.world_size,
+                absent=absent,
+            )
+        )
 
 
 def _measure(turn: Turn, **values: float) -> None:

@@ -14,7 +14,7 @@ from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
 from orchestrator.core.deadline import NOTHING_MEASURED, Choice, Course, Measured
 from orchestrator.core.membership import Gang
-from orchestrator.core.messages import CheckpointId, Outcome
+from orchestrator.core.messages import CheckpointId, GangReturned, Outcome
 from orchestrator.core.ranks import NO_RANKS, NOBODY, Ranks, RankSet
 from orchestrator.core.values import Changeable
 
@@ -37,6 +37,7 @@ class Trigger(StrEnum):
 
     ENOUGH_NODES = "enough nodes"
     OPENED = "generation opened"
+    TAKEN_BACK = "gang taken back"
     OPEN_FAILED = "generation not opened"
     REFUSED = "generation refused"
     ALL_ATTACHED = "all ranks attached"
@@ -52,6 +53,7 @@ class Trigger(StrEnum):
 TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
     Phase.GATHERING: {
         Trigger.ENOUGH_NODES: Phase.OPENING,
+        Trigger.TAKEN_BACK: Phase.STARTING,
         Trigger.CONCLUDED: Phase.ENDING,
         Trigger.RECORDED: Phase.ENDED,
     },
@@ -99,6 +101,8 @@ class JobSpec:
     """How long the first generation waits for more than the smallest number of nodes."""
     reform_seconds: float = 2.0
     """How long a later generation waits for replacements that are about to come."""
+    return_seconds: float = 30.0
+    """How long a supervisor that was started again waits for the nodes that were left running."""
     open_seconds: float = 60.0
     """Time limit for claiming a generation and choosing its base."""
     exit_seconds: float = 10.0
@@ -165,6 +169,13 @@ class Job(Changeable):
     nodes: Mapping[str, Node] = field(default_factory=dict)
     going: frozenset[str] = frozenset()
     """The nodes that a notice has named."""
+    expected: frozenset[str] = frozenset()
+    """Nodes that an earlier supervisor left running and that may still report."""
+    expect_until_seconds: float = 0.0
+    returned: Mapping[str, GangReturned] = field(default_factory=dict)
+    """What the nodes that have reported run."""
+    taken_back: bool = False
+    """The gang was started by an earlier supervisor: it has trained already."""
     own: int | None = None
     members: tuple[str, ...] = ()
     opener: str | None = None

@@ -21,8 +21,11 @@ class NodeInfo:
 class Scheduler(Protocol):
     """Where nodes come from. Methods return at once; nodes announce themselves to the supervisor when they are up."""
 
-    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
-        """Begin; agents of nodes that come later connect to the supervisor with the token."""
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
+        """Begin; agents of nodes that come later connect to the supervisor with the token.
+
+        Returns the nodes that an earlier supervisor of this run left running; they report to this one.
+        """
         ...
 
     def request(self, count: int) -> None:

@@ -1,17 +1,15 @@
 """Nodes as process groups on this host. The same agent, supervisor and store code as on a cluster.
 
-Losing a node kills its process group and deletes its staging folder. Nodes that a dead supervisor left behind are
-ended at the next start: their pids and start times stand in a file in the job's state folder.
+Losing a node kills its process group and deletes its staging folder. Nodes that a dead supervisor left running are
+taken back at the next start if they were started on the same terms, and ended otherwise (`schedulers.leftovers`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.core.policy import describe_exit
 from orchestrator.schedulers.base import NodeInfo, OnLost
+from orchestrator.schedulers.leftovers import Leftover, kill_session, read_leftovers, start_ticks, write_leftovers
 
 AGENT_COMMAND = (sys.executable, "-m", "orchestrator.agent")
 START_FAILURES_MAX = 5
@@ -34,12 +34,19 @@ SettingsOf = Callable[[str, str, str, Path], str]
 
 @dataclass(kw_only=True)
 class _Node:
-    name: str
-    process: subprocess.Popen[bytes]
+    number: int
+    pid: int
+    started_ticks: int | None
+    process: subprocess.Popen[bytes] | None
+    """None for a node that an earlier supervisor started: its exit status cannot be known."""
     staging: Path
     started_seconds: float
     pidfd: int
     released: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"node-{self.number}"
 
 
 class LocalScheduler:
@@ -51,12 +58,16 @@ class LocalScheduler:
         settings_of: SettingsOf,
         staging: Path,
         state_file: Path,
+        claimant: str,
+        terms: str,
         replacement_seconds: float = 0.0,
         agent_command: Sequence[str] = AGENT_COMMAND,
     ) -> None:
         self._settings_of = settings_of
         self._staging = staging
         self._state_file = state_file
+        self._claimant = claimant
+        self._terms = terms
         self._replacement_seconds = replacement_seconds
         self._agent_command = tuple(agent_command)
         self._nodes: dict[str, _Node] = {}
@@ -68,24 +79,39 @@ class LocalScheduler:
         self._token = ""
         self._on_lost: OnLost = lambda node, reason: None
 
-    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
-        """End what an earlier supervisor left; from now on nodes can be requested."""
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
+        """Take back or end what an earlier supervisor left; from now on nodes can be requested."""
         self._url, self._token, self._on_lost = supervisor_url, token, on_lost
-        await asyncio.to_thread(self._end_leftovers)
+        left = await asyncio.to_thread(read_leftovers, self._state_file)
+        wanted = (left.claimant, left.terms) == (self._claimant, self._terms)
+        for node in left.nodes:
+            self._next = max(self._next, node.number + 1)
+            if not (wanted and node.is_alive() and self._adopt(node)):
+                await asyncio.to_thread(node.end)
+        self._write_state()
+        return tuple(node.name for node in self._nodes.values())
 
-    def _end_leftovers(self) -> None:
+    def _adopt(self, left: Leftover) -> bool:
         try:
-            left = json.loads(self._state_file.read_text())
-        except (FileNotFoundError, ValueError):
-            return
-        for node in left:
-            self._next = max(self._next, int(node["number"]) + 1)
-            if start_ticks(node["pid"]) == node["start_ticks"]:
-                kill_session(node["pid"])
-                until = time.monotonic() + STOP_SECONDS
-                while start_ticks(node["pid"]) == node["start_ticks"] and time.monotonic() < until:
-                    time.sleep(0.01)
-            shutil.rmtree(node["staging"], ignore_errors=True)
+            pidfd = os.pidfd_open(left.pid)
+        except ProcessLookupError:
+            return False
+        self._watch(
+            _Node(
+                number=left.number,
+                pid=left.pid,
+                started_ticks=left.started_ticks,
+                process=None,
+                staging=Path(left.staging),
+                started_seconds=time.monotonic(),
+                pidfd=pidfd,
+            )
+        )
+        return True
+
+    def _watch(self, node: _Node) -> None:
+        self._nodes[node.name] = node
+        asyncio.get_running_loop().add_reader(node.pidfd, self._gone, node)
 
     def request(self, count: int) -> None:
         """The first nodes come at once, replacements after `replacement_seconds`."""
@@ -105,7 +131,8 @@ class LocalScheduler:
         self._timers.add(handle)
 
     def _start_node(self) -> None:
-        name = f"node-{self._next}"
+        number = self._next
+        name = f"node-{number}"
         self._next += 1
         staging = self._staging / name
         settings = self._settings_of(name, self._url, self._token, staging)
@@ -119,28 +146,29 @@ class LocalScheduler:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(settings.encode())
             process.stdin.close()
-        node = _Node(
-            name=name,
-            process=process,
-            staging=staging,
-            started_seconds=time.monotonic(),
-            pidfd=os.pidfd_open(process.pid),
+        self._watch(
+            _Node(
+                number=number,
+                pid=process.pid,
+                started_ticks=start_ticks(process.pid),
+                process=process,
+                staging=staging,
+                started_seconds=time.monotonic(),
+                pidfd=os.pidfd_open(process.pid),
+            )
         )
-        self._nodes[name] = node
-        asyncio.get_running_loop().add_reader(node.pidfd, self._gone, node)
         self._write_state()
 
     def _gone(self, node: _Node) -> None:
         self._forget(node)
-        kill_session(node.process.pid)  # not waited for yet, so the number is still this node's
-        status = node.process.wait()
+        kill_session(node.pid)  # a child is not waited for yet, so the number is still this node's
+        status = None if node.process is None else node.process.wait()
         shutil.rmtree(node.staging, ignore_errors=True)
         if node.released:
             return
         early = time.monotonic() - node.started_seconds < START_SECONDS_MIN
         self._start_failures = self._start_failures + 1 if early else 0
-        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        self._on_lost(node.name, f"its agent {how}")
+        self._on_lost(node.name, f"its agent {describe_exit(status)}")
 
     def _forget(self, node: _Node) -> None:
         asyncio.get_running_loop().remove_reader(node.pidfd)
@@ -149,19 +177,11 @@ class LocalScheduler:
         self._write_state()
 
     def _write_state(self) -> None:
-        rows = [
-            {
-                "number": int(node.name.rpartition("-")[2]),
-                "pid": node.process.pid,
-                "start_ticks": start_ticks(node.process.pid),
-                "staging": str(node.staging),
-            }
+        nodes = [
+            Leftover(number=node.number, pid=node.pid, started_ticks=node.started_ticks, staging=str(node.staging))
             for node in self._nodes.values()
         ]
-        draft = self._state_file.with_suffix(".draft")
-        with contextlib.suppress(OSError):  # a full disk: only the clean-up after our own death would miss it
-            draft.write_text(json.dumps(rows))
-            draft.rename(self._state_file)
+        write_leftovers(self._state_file, claimant=self._claimant, terms=self._terms, nodes=nodes)
 
     def release(self, node: str) -> None:
         """The agent was dismissed and ends by itself; one that does not is killed."""
@@ -178,11 +198,11 @@ class LocalScheduler:
 
     def _kill(self, node: _Node) -> None:
         if self._nodes.get(node.name) is node:
-            kill_session(node.process.pid)
+            kill_session(node.pid)
 
     def nodes(self) -> list[NodeInfo]:
         """Nodes whose agent runs."""
-        return [NodeInfo(node=node.name, pid=node.process.pid) for node in self._nodes.values()]
+        return [NodeInfo(node=node.name, pid=node.pid) for node in self._nodes.values()]
 
     async def stop(self) -> None:
         """Let dismissed agents end, then kill what is left."""
@@ -199,21 +219,3 @@ class LocalScheduler:
         while self._nodes and time.monotonic() < until + STOP_SECONDS:
             await asyncio.sleep(0.02)
         self._state_file.unlink(missing_ok=True)
-
-
-def kill_session(leader: int) -> None:
-    """SIGKILL to every process of a node: workers and what they started are in groups of their own, in one session."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[3]) == leader:
-                os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process was started (clock ticks since boot); None if there is no such process. Tells a reused pid."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])

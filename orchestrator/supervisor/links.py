@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable
 
 from orchestrator.agent.link import FrameSocket, send_frames
@@ -27,6 +28,8 @@ class AgentLinks:
         self._channels: dict[str, Channel] = {}
         self._connections: dict[str, tuple[FrameSocket, asyncio.Task[None]]] = {}
         self._forgotten: set[str] = set()
+        self._life = secrets.token_hex(8)
+        """Tells this process from an earlier supervisor of the same job, whose numbers mean nothing here."""
 
     def send(self, node: str, action: Action) -> None:
         """Queue an action for a node; it is delivered when the node is connected."""
@@ -49,17 +52,20 @@ class AgentLinks:
         try:
             greeting = await asyncio.wait_for(socket.receive(), GREETING_SECONDS)
             hello = json.loads(greeting or "")
-            node, received = str(hello["node"]), int(hello["received"])
+            node, received, life = str(hello["node"]), int(hello["received"]), str(hello["life"])
         except (TypeError, ValueError, KeyError, TimeoutError):  # closed in the middle of the greeting, or no agent
             return
-        if node in self._forgotten or (node not in self._channels and received > 0):
+        known = life == self._life
+        if node in self._forgotten or (known and node not in self._channels):
             await socket.send(json.dumps({"refused": REFUSED}))
             return
-        channel = self._channel(node)
         await self._close_earlier(node)
-        await socket.send(json.dumps({"received": channel.received}))
+        channel = self._channel(node)
+        if not known and channel.received:
+            channel = self._channels[node] = Channel()
+        await socket.send(json.dumps({"received": channel.received, "life": self._life}))
         try:
-            channel.reconnect(received)
+            channel.reconnect(received if known else 0)
             await self._exchange(node, channel, socket)
         except ProtocolError as error:
             self._lose(node, f"its agent sent what the protocol does not allow: {error}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ from orchestrator.checkpoint.staging_folder import private_folder
 from orchestrator.clock import SystemClock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import Finish
+from orchestrator.schedulers.leftovers import read_leftovers
 from orchestrator.schedulers.local import AGENT_COMMAND, LocalScheduler
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.supervisor.state_folder import StateFolder
@@ -38,7 +42,8 @@ class LocalJob:
         self._options = options
         self.state = StateFolder(config.job, options.job_url)
         self._token = secrets.token_urlsafe(32)
-        self._claimant = secrets.token_hex(8)
+        self._terms = terms_of(config, options.job_url)
+        self._claimant = ""
         self.supervisor: Supervisor | None = None
 
     @property
@@ -52,8 +57,18 @@ class LocalJob:
         return private_folder(Path(self._config.staging), f"{self.state.path.name}-{self._claimant}")
 
     def acquire(self) -> None:
-        """Lock the job on this machine. Raises FencedError if it runs here already."""
+        """Lock the job on this machine. Raises FencedError if it runs here already.
+
+        A supervisor that died may have left its nodes running; on the same terms this one goes on in its name.
+        """
         self.state.acquire()
+        left = read_leftovers(self._nodes_file)
+        same = left.terms == self._terms and not self._options.take_over and any(node.is_alive() for node in left.nodes)
+        self._claimant = left.claimant if same else secrets.token_hex(8)
+
+    @property
+    def _nodes_file(self) -> Path:
+        return self.state.path / "nodes.json"
 
     async def run(self) -> Finish:
         """Run to the end; everything that was started is gone when this returns."""
@@ -72,6 +87,7 @@ class LocalJob:
                 take_over=options.take_over,
                 supervisor_url=url,
                 token=token,
+                supervisor_file=self.state.address_path,
                 staging=staging,
                 logs=self.logs,
                 echo_output=options.echo_output,
@@ -81,7 +97,9 @@ class LocalJob:
         scheduler = LocalScheduler(
             settings_of=settings_of,
             staging=staging,
-            state_file=self.state.path / "nodes.json",
+            state_file=self._nodes_file,
+            claimant=self._claimant,
+            terms=self._terms,
             replacement_seconds=config.replacement_seconds,
             agent_command=options.agent_command,
         )
@@ -95,3 +113,22 @@ class LocalJob:
             with contextlib.suppress(OSError):  # not empty: a node did not end in time
                 staging.rmdir()
             self.state.release()
+
+
+SESSION_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "SSH_", "XDG_SESSION", "TERM", "TMUX", "STY", "WINDOWID", "DBUS_")
+"""Beginnings of variables that differ from login to login and mean nothing to a training."""
+
+
+def terms_of(config: JobConfig, job_url: str) -> str:
+    """A digest of everything that a running node was started with: nodes with another one are not taken back."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(SESSION_VARIABLES)}
+    terms = {
+        "command": config.command,
+        "workers_per_node": config.workers_per_node,
+        "grace_seconds": config.grace_seconds,
+        "staging": config.staging,
+        "job_url": job_url,
+        "folder": os.getcwd(),
+        "environment": environment,
+    }
+    return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()

@@ -17,6 +17,7 @@ from orchestrator.core.messages import (
     Event,
     Finish,
     NodeLost,
+    NodesFound,
     Note,
     NoticeKind,
     NoticeReceived,
@@ -113,8 +114,7 @@ class Supervisor:
         self.on_listening(url)
         ticking = asyncio.create_task(self._tick_for_ever())
         try:
-            await self._scheduler.start(url, self.server.token, self.lose)
-            self.submit(Tick())
+            self.submit(NodesFound(nodes=await self._scheduler.start(url, self.server.token, self.lose)))
             while self._finish is None:
                 self._handle(await self._queue.get())
             return self._finish

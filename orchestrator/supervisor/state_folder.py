@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from orchestrator.errors import ConfigError, FencedError, SupervisorError
-from orchestrator.schedulers.local import start_ticks
+from orchestrator.schedulers.leftovers import start_ticks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,11 @@ class StateFolder:
         self.path = state_root() / f"{job}-{digest}"
         self._lock: IO[bytes] | None = None
 
+    @property
+    def address_path(self) -> Path:
+        """Where the running supervisor's address and token stand."""
+        return self.path / "supervisor.json"
+
     def acquire(self) -> None:
         """Take the lock. Raises FencedError if a supervisor of this job runs on this host already, ConfigError."""
         try:
@@ -59,7 +64,7 @@ class StateFolder:
     def release(self) -> None:
         """Give the lock back."""
         if self._lock is not None:
-            (self.path / "supervisor.json").unlink(missing_ok=True)
+            self.address_path.unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -82,7 +87,7 @@ class StateFolder:
             "pid": os.getpid(),
             "start_ticks": start_ticks(os.getpid()),
         }
-        _write_private(self.path / "supervisor.json", json.dumps(body))
+        _write_private(self.address_path, json.dumps(body))
 
 
 def state_root() -> Path:

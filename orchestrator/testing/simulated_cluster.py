@@ -100,10 +100,10 @@ class _Scheduler:
         self._process = process
         self.on_lost: OnLost = lambda node, reason: None
 
-    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
         """See the port."""
         self.on_lost = on_lost
-        self._run.begin()
+        return tuple(self._run.nodes)
 
     def request(self, count: int) -> None:
         """See the port."""
@@ -146,7 +146,6 @@ class SimulatedRun:
     finish: Finish | None = None
     records: list[EventRecord] = field(default_factory=list)
     stalled_until_seconds: float = 0.0
-    _ordered: int = 0
 
     def start(self) -> None:
         """Start a supervisor: the same command again."""
@@ -193,18 +192,15 @@ class SimulatedRun:
         supervisor.submit = submit  # type: ignore[method-assign]
         supervisor.links._submit = submit
 
-    def kill(self, back_after_seconds: float) -> None:
-        """SIGKILL to the supervisor; the same command is given again later."""
+    def kill(self, back_after_seconds: float, *, with_nodes: bool = False) -> None:
+        """SIGKILL to the supervisor, with or without its nodes; the same command is given again later."""
         if self.process is None or not self.process.alive or self.finish is not None:
             return
         self.process.kill()
+        if with_nodes:
+            for name in list(self.nodes):
+                self.cluster.end_node(self.nodes.pop(name))
         self.cluster.loop.call_later(back_after_seconds, self.start)
-
-    def begin(self) -> None:
-        """A supervisor is up: what an earlier one left behind is ended, as the local scheduler does."""
-        self._ordered = 0
-        for name in list(self.nodes):
-            self.cluster.end_node(self.nodes.pop(name))
 
     def order_node(self) -> None:
         """A node comes up some time later."""
@@ -283,7 +279,7 @@ class SimulatedCluster:
             command=("simulated",),
             store="memory:",
             owner=run.owner,
-            claimant=f"{run.name}-{run.lives}",
+            claimant=run.name,
             supervisor_url="simulated:",
             token="token",
             staging=node.staging,

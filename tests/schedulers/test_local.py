@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.schedulers.local import LocalScheduler, start_ticks
+from orchestrator.schedulers.leftovers import Leftover, start_ticks, write_leftovers
+from orchestrator.schedulers.local import LocalScheduler
 
 SLEEPER = (sys.executable, "-S", "-c", "import sys, time; sys.stdin.read(); time.sleep(60)")
 
@@ -20,7 +21,13 @@ SLEEPER = (sys.executable, "-S", "-c", "import sys, time; sys.stdin.read(); time
 class Scene:
     """A scheduler, and what it said."""
 
-    def __init__(self, folder: Path, command: tuple[str, ...] = SLEEPER, replacement_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        command: tuple[str, ...] = SLEEPER,
+        replacement_seconds: float = 0.0,
+        terms: str = "these terms",
+    ) -> None:
         self.lost: list[tuple[str, str]] = []
         self.state_file = folder / "nodes.json"
         self.staging = folder / "staging"
@@ -28,12 +35,14 @@ class Scene:
             settings_of=lambda node, url, token, staging: json.dumps({"node": node, "token": token}),
             staging=self.staging,
             state_file=self.state_file,
+            claimant="claimant",
+            terms=terms,
             replacement_seconds=replacement_seconds,
             agent_command=command,
         )
 
-    async def start(self) -> None:
-        await self.scheduler.start(
+    async def start(self) -> tuple[str, ...]:
+        return await self.scheduler.start(
             "http://127.0.0.1:1", "secret", lambda node, reason: self.lost.append((node, reason))
         )
 
@@ -92,12 +101,28 @@ async def test_names_are_never_used_twice(scene: Scene) -> None:
     assert [info.node for info in scene.scheduler.nodes()] == ["node-0", "node-2"]
 
 
-async def test_what_a_dead_supervisor_left_is_ended(scene: Scene, tmp_path: Path) -> None:
+async def test_what_a_dead_supervisor_left_on_the_same_terms_is_taken_back(scene: Scene, tmp_path: Path) -> None:
+    """F88: a supervisor that died takes no node along; the next one watches and ends them like its own."""
+    old = scene.pids()
+    successor = Scene(tmp_path)
+    assert await successor.start() == ("node-0", "node-1")
+    assert successor.pids() == old
+    os.kill(old[0], signal.SIGKILL)
+    await until(lambda: len(successor.lost) == 1)
+    assert successor.lost[0][0] == "node-0"
+    successor.scheduler.request(1)
+    await until(lambda: len(successor.pids()) == 2)
+    assert [info.node for info in successor.scheduler.nodes()] == ["node-1", "node-2"]
+    await successor.scheduler.stop()
+    assert [start_ticks(pid) for pid in old] == [None, None]
+
+
+async def test_what_a_dead_supervisor_left_on_other_terms_is_ended(scene: Scene, tmp_path: Path) -> None:
     """The next start ends the old nodes, by pid and start time, and goes on with new names."""
     old = scene.pids()
     (scene.staging / "node-1").mkdir(parents=True)
-    successor = Scene(tmp_path)
-    await successor.start()
+    successor = Scene(tmp_path, terms="another command")
+    assert await successor.start() == ()
     await until(lambda: len(scene.lost) == 2)
     assert [start_ticks(pid) for pid in old] == [None, None]
     assert not (scene.staging / "node-1").exists()
@@ -111,9 +136,9 @@ async def test_what_a_dead_supervisor_left_is_ended(scene: Scene, tmp_path: Path
 async def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
     """Another program has the pid of a node of long ago: its start time differs."""
     scene = Scene(tmp_path)
-    me = {"number": 4, "pid": os.getpid(), "start_ticks": 1, "staging": str(tmp_path / "none")}
-    scene.state_file.write_text(json.dumps([me]))
-    await scene.start()
+    me = Leftover(number=4, pid=os.getpid(), started_ticks=1, staging=str(tmp_path / "none"))
+    write_leftovers(scene.state_file, claimant="claimant", terms="these terms", nodes=[me])
+    assert await scene.start() == ()
     assert scene.lost == []
 
 

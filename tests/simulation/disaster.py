@@ -87,6 +87,7 @@ class Disaster:
             exit_seconds=3.0,
             leave_seconds=5.0,
             upload_seconds=20.0,
+            return_seconds=6.0,
             store_retry_seconds=1.0,
         )
         delay = draw.choice((0.002, 0.02, 0.1))
@@ -111,6 +112,7 @@ class Disaster:
         """Unwind what is left, quietly: its last words concern nobody."""
         set_point_hook(None)
         for run in self.cluster.runs:
+            self.seen.update(f"event: {record.kind}" for record in run.records)
             for node in run.nodes.values():
                 node.process.kill()
             if run.process is not None:
@@ -167,6 +169,7 @@ class Disaster:
             self._notices,
             self._worker_dies,
             self._supervisor_dies,
+            self._supervisor_dies,
             self._network,
             self._store,
             self._named_point,
@@ -213,7 +216,8 @@ class Disaster:
             self.random.choice(living).kill()
 
     def _supervisor_dies(self) -> None:
-        self.random.choice(self.cluster.runs).kill(self.random.choice((0.2, 1.0, 4.0)))
+        run = self.random.choice(self.cluster.runs)
+        run.kill(self.random.choice((0.2, 1.0, 4.0, 12.0)), with_nodes=self.random.random() < 0.2)
 
     def _network(self) -> None:
         node = self._node()

@@ -129,10 +129,23 @@ async def test_a_save_that_failed_is_a_metric(client: aiohttp.ClientSession, sup
     assert 'orchestrator_events_total{job="small",kind="save failed"} 1.0' in text
 
 
-async def test_an_agent_of_another_supervisor_is_refused(client: aiohttp.ClientSession) -> None:
-    """Its earlier messages are unknown here: it belongs to a run that is over."""
+async def test_an_agent_of_an_earlier_supervisor_begins_anew(client: aiohttp.ClientSession) -> None:
+    """Its messages to the process that died mean nothing here: both sides count from the beginning."""
     async with client.ws_connect("/agent") as socket:
-        await socket.send_json({"node": "node-7", "received": 12})
+        await socket.send_json({"node": "node-7", "received": 12, "life": "an earlier one"})
+        welcome = await socket.receive_json()
+        assert welcome["received"] == 0
+    async with client.ws_connect("/agent") as socket:
+        await socket.send_json({"node": "node-7", "received": 0, "life": welcome["life"]})
+        assert await socket.receive_json() == welcome
+
+
+async def test_an_agent_that_this_supervisor_never_met_cannot_claim_to_know_it(client: aiohttp.ClientSession) -> None:
+    async with client.ws_connect("/agent") as socket:
+        await socket.send_json({"node": "node-7", "received": 0, "life": ""})
+        life = (await socket.receive_json())["life"]
+    async with client.ws_connect("/agent") as socket:
+        await socket.send_json({"node": "node-8", "received": 12, "life": life})
         assert "refused" in await socket.receive_json()
 
 
@@ -140,5 +153,5 @@ async def test_a_lost_node_is_not_let_in_again(client: aiohttp.ClientSession, su
     supervisor.links.send("node-0", Prepare(node="node-0", generation=1, ballot=1, step=1))
     supervisor.links.forget("node-0")
     async with client.ws_connect("/agent") as socket:
-        await socket.send_json({"node": "node-0", "received": 0})
+        await socket.send_json({"node": "node-0", "received": 0, "life": ""})
         assert "refused" in await socket.receive_json()
