@@ -46,6 +46,8 @@ class JobConfig(BaseModel):
     """How long the first start waits for more than MIN nodes."""
     reform_seconds: Annotated[float, Field(ge=0, le=86400)] = 2.0
     """How long a restart waits for replacements that are about to come."""
+    start_seconds: Annotated[float, Field(gt=0, le=86400)] = 1800.0
+    """How long the workers of a start may take until every rank has called attach; longer is a failure."""
     replacement_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """Local scheduler: how long a replacement for a lost node takes to come (rehearsals)."""
     staging: str = "/dev/shm"
@@ -123,6 +125,7 @@ class JobConfig(BaseModel):
             failures_max=self.max_failures,
             gather_seconds=self.gather_seconds,
             reform_seconds=self.reform_seconds,
+            start_seconds=self.start_seconds,
         )
 
 

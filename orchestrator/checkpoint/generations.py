@@ -96,7 +96,11 @@ def _skipped(catalog: Catalog, chosen: CheckpointId | None, avoid: Collection[Ch
     newer = [entry for entry in catalog.entries if chosen is None or entry.id > chosen]
     damaged = [f"{entry.id}: {entry.problem}" for entry in newer if entry.standing is Standing.DAMAGED]
     quarantined = [f"{entry.id}: was found bad" for entry in newer if entry.standing is Standing.QUARANTINED]
-    avoided = [f"{entry.id}: could not be read by a worker" for entry in newer if entry.id in avoid]
+    avoided = [
+        f"{entry.id}: avoided: a worker could not read it, or starts from it kept failing"
+        for entry in newer
+        if entry.id in avoid
+    ]
     return tuple(damaged + quarantined + avoided)
 
 

@@ -58,7 +58,7 @@ def run(
         str | None, typer.Option(metavar="S", help="Time that a signal leaves where its sender does not say.")
     ] = None,
     max_failures: Annotated[
-        str | None, typer.Option(metavar="N", help="Failures without a new checkpoint before the job stops.")
+        str | None, typer.Option(metavar="N", help="Failures from one checkpoint before an older one, or the end.")
     ] = None,
     staging: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Folder in memory for staged shards; /dev/shm if not given.")

@@ -12,6 +12,7 @@ from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
 
 STEPS_TO_REACH_MAX = 10  # steps' time that a rank may take to the agreed step, beside the fixed limit
+MISSING_TOLD_MAX = 16  # ranks that are named in an event
 ACTIVE = (Phase.STARTING, Phase.RUNNING, Phase.LEAVING)
 
 
@@ -23,6 +24,22 @@ def break_gang(turn: Turn, reason: str) -> None:
         turn.set(broken_at_seconds=turn.now)
     turn.note("gang broken", reason, step=turn.job.highest_step)
     _end_workers(turn, reason, Trigger.BROKEN)
+
+
+def fail_gang(turn: Turn, reason: str) -> None:
+    """The generation is ended for something that counts as a failure of it."""
+    turn.set(fault=reason)
+    break_gang(turn, reason)
+
+
+def limit_starting(turn: Turn) -> None:
+    """Not all ranks attach: some hang while they start, or wait for ever for one that is not there any more."""
+    job = turn.job
+    if job.spec.attached or turn.now - job.since_seconds <= job.spec.start_seconds:
+        return
+    missing = list(job.ranks.everyone - job.ranks.attached)
+    more = f" and {len(missing) - MISSING_TOLD_MAX} more" if len(missing) > MISSING_TOLD_MAX else ""
+    fail_gang(turn, f"ranks {missing[:MISSING_TOLD_MAX]}{more} did not attach within {job.spec.start_seconds:.0f} s")
 
 
 def leave_gang(turn: Turn, reason: str) -> None:

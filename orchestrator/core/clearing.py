@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
-from orchestrator.core import finishing, settling, shards
+from dataclasses import replace
+
+from orchestrator.core import finishing, ladder, settling, shards
+from orchestrator.core.ladder import Attempt, Rung, Source
 from orchestrator.core.messages import Outcome, ReleaseNode, Verdict
-from orchestrator.core.policy import after_exits
+from orchestrator.core.policy import AfterExit, after_exits
 from orchestrator.core.states import Ending, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
@@ -35,10 +38,21 @@ def clear(turn: Turn) -> None:
     if turn.job.saves:
         return
     _judge(turn)
+    _pace(turn)
     trigger = Trigger.CONCLUDED if turn.job.ending is not None else Trigger.CLEARED
     turn.go(trigger)
     if trigger is Trigger.CONCLUDED:
         finishing.record(turn)
+
+
+def _pace(turn: Turn) -> None:
+    """Generation after generation without a commit: each waits longer, so that there are never thousands of them."""
+    job = turn.job
+    pause_seconds = ladder.pause_seconds(job.barren)
+    if pause_seconds and job.ending is None:
+        reason = f"{job.barren} generations without a new checkpoint: {pause_seconds:.0f} s of pause"
+        turn.note("restart delayed", reason)
+        turn.set(retry_at_seconds=turn.now + pause_seconds)
 
 
 def _exclude_silent(turn: Turn) -> None:
@@ -77,17 +91,39 @@ def _judge(turn: Turn) -> None:
     verdict = after_exits(
         exits,
         ever_attached=job.ever_attached or job.base is not None or any(event.attached for event in exits),
-        failures=job.failures,
-        failures_max=job.spec.failures_max,
+        fault=job.fault,
     )
     if verdict.counts_as_failure:
-        turn.set(failures=job.failures + 1)
-        turn.note("failure judged", verdict.reason, facts=turn.facts(restart=verdict.restart))
+        verdict = _climb(turn, verdict)
+    job = turn.job
     if job.spec.attached and job.ending is None:
         verdict_reason = f"attached workers are gone: {verdict.reason}"
         turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=verdict_reason))
     elif not verdict.restart and job.ending is None:
         turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=verdict.exit_code, reason=verdict.reason))
+
+
+def _climb(turn: Turn, verdict: AfterExit) -> AfterExit:
+    """Count a failure; where the same base has been tried often enough, take the next rung of the ladder."""
+    job = turn.job
+    assert job.gang is not None
+    base = job.newest_committed
+    attempt = Attempt(generation=job.gang.generation, base=base, source=Source.STORE, how=verdict.reason)
+    turn.set(failures=job.failures + 1, attempts=(*job.attempts, attempt))
+    if not verdict.restart:
+        turn.note("failure judged", verdict.reason, facts=turn.facts(restart=False))
+        return verdict
+    choice = ladder.climb(turn.job.attempts, failures_max=job.spec.failures_max)
+    if choice.rung is Rung.AGAIN and base in job.avoid:
+        choice = replace(choice, rung=Rung.OLDER)  # it could not be read: no use in trying that again
+    reason = f"{verdict.reason}: {choice.reason}"
+    restart = choice.rung is not Rung.STOP
+    turn.note("failure judged", reason, facts=turn.facts(restart=restart, next=str(choice.rung)))
+    if not restart:
+        return replace(verdict, restart=False, exit_code=int(ExitCode.NEVER_RESTART), reason=reason)
+    if choice.rung is Rung.OLDER and base is not None and base not in job.avoid:
+        turn.set(avoid=(*job.avoid, base))
+    return verdict
 
 
 def _judge_loss(turn: Turn) -> None:

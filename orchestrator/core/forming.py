@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core import breaking, finishing, leaving, preflight, proposing, returning, shards
+from orchestrator.core.ladder import evidence, growing_seconds
 from orchestrator.core.membership import choose_size, form, order
 from orchestrator.core.messages import (
     GenerationOpened,
@@ -23,6 +24,8 @@ from orchestrator.core.ranks import NOBODY, Ranks
 from orchestrator.core.states import Ending, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
+
+OPEN_PAUSE_SECONDS_MAX = 60.0  # between two attempts to open a generation while the store fails
 
 
 def on_node_joined(turn: Turn, event: NodeJoined) -> None:
@@ -140,13 +143,15 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     _note_restart(turn, event, job.gang.world_size if job.gang else None)
     gang = form(generation=event.generation, nodes=job.members, workers_per_node=job.spec.workers_per_node)
     step = event.base.step if event.base else 0
+    if _is_progress(turn, event):
+        turn.commit_is_new()
+    job = turn.job
     step_seconds = job.ranks.step_seconds.highest or job.measured.step_seconds
     turn.set(
         gang=gang,
         measured=replace(job.measured, step_seconds=step_seconds),
         base=event.base,
         newest_committed=event.base,
-        failures=0 if _is_progress(turn, event) else job.failures,
         committed_at_seconds=job.committed_at_seconds if event.base == job.newest_committed else None,
         ranks=Ranks.starting(gang.world_size, step),
         lost_in_gang=(),
@@ -158,6 +163,9 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
         saves={},
         last_save_step=step,
         leave=None,
+        fault=None,
+        barren=job.barren + 1,
+        open_failures=0,
         awaiting_first_step=True,
         taken_back=False,
     )
@@ -202,7 +210,8 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
     if event.refusal is Refusal.STORE and (job.own is not None or job.ever_attached):
         turn.note("store failed", f"no generation could be opened: {event.reason}", node=event.node)
         turn.go(Trigger.OPEN_FAILED)
-        turn.set(retry_at_seconds=turn.now + job.spec.store_retry_seconds)
+        pause_seconds = growing_seconds(job.open_failures + 1, job.spec.store_retry_seconds, OPEN_PAUSE_SECONDS_MAX)
+        turn.set(retry_at_seconds=turn.now + pause_seconds, open_failures=job.open_failures + 1)
         return
     codes = {
         Refusal.FENCED: ExitCode.FENCED,
@@ -212,7 +221,8 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
         Refusal.FORMAT: ExitCode.NEVER_RESTART,
     }
     turn.go(Trigger.REFUSED)
-    finishing.finish(turn, int(codes[event.refusal]), event.reason)
+    tried = f"; {evidence(job.attempts)}" if event.refusal is Refusal.FORMAT and job.attempts else ""
+    finishing.finish(turn, int(codes[event.refusal]), event.reason + tried)
 
 
 def on_rank_attached(turn: Turn, event: RankAttached) -> None:

@@ -19,6 +19,7 @@ from orchestrator.core import (
     forming,
     handovers,
     leaving,
+    overdue,
     proposing,
     returning,
     settling,
@@ -131,6 +132,8 @@ def _on_tick(turn: Turn) -> None:
     if job.phase is Phase.OPENING and turn.now - job.since_seconds > job.spec.open_seconds:
         turn.note("store failed", f"{job.opener} did not open a generation within {job.spec.open_seconds:.0f} s")
         turn.go(Trigger.OPEN_FAILED)
+    if job.phase is Phase.STARTING:
+        breaking.limit_starting(turn)
     if job.phase is Phase.LEAVING:
         breaking.limit_leaving(turn)
     if job.phase is Phase.ENDING:
@@ -141,4 +144,5 @@ def _on_tick(turn: Turn) -> None:
         if courses.follow(turn):
             proposing.drive(turn)
     if job.phase is Phase.RUNNING:
+        overdue.watch(turn)
         forming.request_missing(turn)

@@ -36,25 +36,25 @@ class AfterExit:
     reason: str
 
 
-def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, failures: int, failures_max: int) -> AfterExit:
+def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str | None) -> AfterExit:
     """Judge a broken generation by the exits that were not our doing, in order of arrival.
 
-    `failures` counts earlier failures since the last committed checkpoint.
+    `fault` is what was wrong with it where its workers were ended for that. How often a failure may be followed by
+    another start is `core.ladder`'s affair.
     """
     own = [event for event in exits if not event.ended_by_us]
     refused = next((event for event in own if event.verdict == Verdict.REFUSED), None)
     if refused is not None:
         return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {_last_line(refused)}")
     failed = next((event for event in own if event.exit_code != 0), None)
+    if failed is None and fault is not None:
+        return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=fault)
     if failed is None:
         return AfterExit(restart=True, counts_as_failure=False, exit_code=0, reason="no worker failed by itself")
     what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"
     if not ever_attached:
         code = failed.exit_code if failed.exit_code is not None and failed.exit_code > 0 else int(ExitCode.FAILED)
         return _stop(code, f"{what} before it called orchestrator.attach(): {_last_line(failed)}")
-    if failures + 1 > failures_max:
-        why = f"{what}, failure {failures + 1} without a new checkpoint in between (the limit is {failures_max})"
-        return _stop(ExitCode.NEVER_RESTART, f"{why}: {_last_line(failed)}")
     return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {_last_line(failed)}")
 
 

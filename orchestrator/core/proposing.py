@@ -150,7 +150,7 @@ def _propose_periodic(turn: Turn) -> None:
     if not arm_now(step=step, highest=job.highest_step, step_seconds=job.step_seconds, margin=margin):
         return
     final = step == job.until
-    if not final and job.ranks.busy:
+    if not final and (job.ranks.busy or turn.now < job.save_not_before_seconds):
         return  # an upload may end in time; once the step is out of reach, it is noted as skipped
     why = "the job's last step" if final else f"every {job.spec.save_every_steps} steps"
     _propose(turn, step, why, f"next save after step {job.last_save_step}")
@@ -165,6 +165,8 @@ def _note_skipped(turn: Turn, step: int) -> None:
     turn.set(last_save_step=step - 1)
     busy = list(job.ranks.busy)
     why = f"both slots of ranks {busy} are still needed" if busy else "no step could be agreed in time"
+    if turn.now < job.save_not_before_seconds:
+        why = f"the store has failed {job.failed_saves} saves in a row: {job.trouble}"
     turn.note("save skipped", f"{why}; the next one is at step {step}", step=missed)
 
 

@@ -9,6 +9,7 @@ import itertools
 from dataclasses import replace
 
 from orchestrator.core.commit import Save, SaveState, committable, hopeless
+from orchestrator.core.ladder import PAUSE_SECONDS_MAX, growing_seconds
 from orchestrator.core.messages import Abandon, CheckpointId, Commit, IndexDecided, IndexFailed, Mode, Settled
 from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Phase
@@ -74,7 +75,8 @@ def on_index_decided(turn: Turn, event: IndexDecided) -> None:
             turn.set(measured=replace(turn.job.measured, commit_seconds=took))
         known = turn.job.newest_committed
         newest = save.id if known is None else max(known, save.id)
-        turn.set(newest_committed=newest, committed_at_seconds=turn.now, failures=0, fruitless=0)
+        turn.commit_is_new()
+        turn.set(newest_committed=newest, committed_at_seconds=turn.now)
         seconds = turn.now - save.decided_at_seconds
         facts = turn.facts(seconds_since_agreed=seconds, size_bytes=save.size_bytes, mode=str(save.mode))
         if turn.job.leave is not None and save.mode is Mode.LEAVE:
@@ -101,7 +103,16 @@ def on_index_failed(turn: Turn, event: IndexFailed) -> None:
         turn.set_save(save.changed(state=SaveState.UPLOADING, attempts=save.attempts + 1, retry_at_seconds=retry_at))
         return
     turn.note("save failed", f"the index could not be written: {event.reason}", node=event.node, step=event.step)
+    store_failed(turn, event.reason)
     _settle(turn, save, committed=False)
+
+
+def store_failed(turn: Turn, reason: str) -> None:
+    """The store failed a save: training goes on, and the next periodic save comes after a pause that grows."""
+    job = turn.job
+    failed_saves = job.failed_saves + 1
+    pause_seconds = growing_seconds(failed_saves, job.spec.store_retry_seconds, PAUSE_SECONDS_MAX)
+    turn.set(failed_saves=failed_saves, save_not_before_seconds=turn.now + pause_seconds, trouble=reason)
 
 
 def end_waiting(turn: Turn, save: Save, reason: str) -> None:
@@ -117,6 +128,7 @@ def abandon(turn: Turn, save: Save, reason: str) -> None:
     if save.state is SaveState.ABANDONING:
         return
     turn.note("abandoned", reason, step=save.id.step)
+    turn.set(trouble=reason)
     _write_abandoned(turn, save, reason)
 
 

@@ -76,7 +76,8 @@ def on_upload_failed(turn: Turn, event: UploadFailed) -> None:
     save = turn.job.saves[save.id]
     if event.rank in save.absent:
         turn.set_save(save.changed(given_up=save.given_up.plus(event.rank)))
-    else:
+    elif save.state is not SaveState.ABANDONING:
+        settling.store_failed(turn, event.reason)
         settling.abandon(turn, save, f"rank {event.rank} could not upload: {event.reason}")
     move_saves(turn)
 

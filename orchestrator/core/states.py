@@ -13,6 +13,7 @@ from enum import StrEnum
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
 from orchestrator.core.deadline import NOTHING_MEASURED, Choice, Course, Measured
+from orchestrator.core.ladder import Attempt
 from orchestrator.core.membership import Gang
 from orchestrator.core.messages import CheckpointId, GangReturned, Outcome
 from orchestrator.core.ranks import NO_RANKS, NOBODY, Ranks, RankSet
@@ -114,7 +115,11 @@ class JobSpec:
     upload_seconds: float = 3600.0
     """A complete step that is not durable by then is abandoned when the gang is cleared."""
     store_retry_seconds: float = 5.0
-    """Pause before a generation is opened again after the store failed."""
+    """Pause before a generation is opened or a periodic save tried again after the store failed; doubles each time."""
+    start_seconds: float = 1800.0
+    """A generation of which not every rank has attached by then has failed."""
+    overdue_seconds: float = 600.0
+    """No commit for longer than this, and than the time of three periodic saves, is an alarm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +208,25 @@ class Job(Changeable):
     until: int | None = None
     ever_attached: bool = False
     failures: int = 0
+    attempts: tuple[Attempt, ...] = ()
+    """The failed generations since the last commit."""
+    fault: str | None = None
+    """What was wrong with the present generation, where its workers were ended for that."""
     fruitless: int = 0
+    barren: int = 0
+    """Generations in a row that started and have committed nothing."""
+    open_failures: int = 0
+    """How often in a row the store failed when a generation was to be opened."""
+    failed_saves: int = 0
+    """Saves in a row that the store failed."""
+    save_not_before_seconds: float = 0.0
+    """No periodic save is proposed earlier, because the store failed the last one."""
+    trouble: str | None = None
+    """Why the last save failed, since the last commit."""
+    overdue: bool = False
+    """Whether the alarm about the newest commit's age was given."""
+    uncommitted_seconds: float = 0.0
+    """Training time since the last commit, before the present phase."""
     measured: Measured = NOTHING_MEASURED
     progress_at_seconds: float = 0.0
     """When the highest step rose last, or all ranks had attached."""

@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import Action, Mode, Note, Scalar
 from orchestrator.core.ranks import NOBODY, RankSet
-from orchestrator.core.states import TRANSITIONS, Job, Node, Trigger
+from orchestrator.core.states import TRANSITIONS, Job, Node, Phase, Trigger
 
 
 class Turn:
@@ -40,7 +40,27 @@ class Turn:
         """Move along the transition table; a trigger that the table does not have is a bug."""
         target = TRANSITIONS[self.job.phase].get(trigger)
         assert target is not None, f"no transition from {self.job.phase} on {trigger}"
+        job = self.job
+        if job.phase is Phase.RUNNING:
+            trained_seconds = self.now - max(job.since_seconds, job.committed_at_seconds or 0.0)
+            self.set(uncommitted_seconds=job.uncommitted_seconds + trained_seconds)
         self.set(phase=target, since_seconds=self.now)
+
+    def commit_is_new(self) -> None:
+        """A newer checkpoint is committed: whatever was counted since the last one begins anew."""
+        if self.job.overdue:
+            self.note("commit caught up", "a checkpoint is committed again")
+        self.set(
+            failures=0,
+            attempts=(),
+            fruitless=0,
+            barren=0,
+            failed_saves=0,
+            save_not_before_seconds=0.0,
+            trouble=None,
+            overdue=False,
+            uncommitted_seconds=0.0,
+        )
 
     def set_node(self, name: str, **changes: Any) -> None:
         """Change what is known of one node."""

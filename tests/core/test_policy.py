@@ -61,9 +61,9 @@ def exited(code: int | None, verdict: Verdict = Verdict.NONE, *, by_us: bool = F
     )
 
 
-def judge(*exits: RankExited, ever_attached: bool = True, failures: int = 0) -> AfterExit:
-    """With a limit of three failures."""
-    return after_exits(exits, ever_attached=ever_attached, failures=failures, failures_max=3)
+def judge(*exits: RankExited, ever_attached: bool = True, fault: str | None = None) -> AfterExit:
+    """What follows from these exits."""
+    return after_exits(exits, ever_attached=ever_attached, fault=fault)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def judge(*exits: RankExited, ever_attached: bool = True, failures: int = 0) -> 
         (judge(exited(1)), True, True, 0),
         (judge(exited(-11)), True, True, 0),
         (judge(exited(None)), True, True, 0),
-        (judge(exited(1), failures=2), True, True, 0),
-        (judge(exited(1), failures=3), False, True, 78),
+        (judge(exited(-9, by_us=True), fault="ranks [3] did not attach"), True, True, 0),
+        (judge(exited(1), fault="ranks [3] did not attach"), True, True, 0),
         (judge(exited(1, Verdict.REFUSED)), False, True, 78),
         (judge(exited(1), exited(1, Verdict.REFUSED)), False, True, 78),
         (judge(exited(1, Verdict.REFUSED, by_us=True)), True, False, 0),
