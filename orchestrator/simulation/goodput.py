@@ -219,9 +219,7 @@ def goodput_bound(
     return max(0.0, 1 - (saves_per_interruption * save_seconds + restart_seconds) / mean_seconds)
 
 
-def goodput_bound_without_notice(
-    *, save_seconds: float, restart_seconds: float, mean_seconds: float | None
-) -> float:
+def goodput_bound_without_notice(*, save_seconds: float, restart_seconds: float, mean_seconds: float | None) -> float:
     """The same where no loss is announced: 1 − (√(2·S·M) + R)/M, from Young's interval T = √(2·S·M).
 
     Per M seconds M/T saves of S seconds are made and T/2 seconds of work are lost: together √(2·S·M).

@@ -177,10 +177,11 @@ class Replay:
             self._perform_all(event)
 
     def _outside(self, event: Event) -> None:
-        """Something that the gang did not bring about: the supervisor knows by then how far the gang is, and its time."""
+        """What the gang did not bring about: by then the supervisor knows the time, and how far the gang is."""
         if self.gang is not None:
             self.gang.tell()
-        self.later(MESSAGE_US, lambda: (self._submit(Tick()), self._submit(event))[0])
+        self.post(Tick())
+        self.post(event)
 
     def _perform_all(self, event: Event) -> None:
         """Feed the real core; perform what it answers."""
@@ -353,9 +354,7 @@ class Replay:
             return
         key = CheckpointId(generation=action.generation, step=action.step)
         committed = self._decide(key, committed=isinstance(action, Commit))
-        self.post(
-            IndexDecided(node=action.node, generation=action.generation, step=action.step, committed=committed)
-        )
+        self.post(IndexDecided(node=action.node, generation=action.generation, step=action.step, committed=committed))
 
     def _decide(self, key: CheckpointId, *, committed: bool) -> bool:
         """The index is written once; what stands there afterwards."""

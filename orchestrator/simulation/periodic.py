@@ -9,7 +9,7 @@ the same work on the same nodes as in `model`, counted by the same ledger. Calle
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from orchestrator.simulation.goodput import Cause, Ledger, Outcome, Segment
@@ -30,6 +30,13 @@ class PeriodicPolicy:
     restart_seconds: float
     growth_patience: float
 
+    @property
+    def growth(self) -> str:
+        """When new nodes are let in, in words."""
+        if math.isinf(self.growth_patience):
+            return "new nodes join at the next loss"
+        return "new nodes join at a save" + (", once they waited for a restart's cost" if self.growth_patience else "")
+
 
 class _Doing(StrEnum):
     WAITING = "waiting"
@@ -40,15 +47,7 @@ class _Doing(StrEnum):
 
 def best_periodic(trace: Trace, scenario: Scenario, policy: PeriodicPolicy) -> tuple[PeriodicPolicy, Outcome]:
     """Replay with each way to let nodes in, and keep the best: the comparison is with a tuned job."""
-    tried = [
-        PeriodicPolicy(
-            interval_seconds=policy.interval_seconds,
-            stall_seconds=policy.stall_seconds,
-            restart_seconds=policy.restart_seconds,
-            growth_patience=patience,
-        )
-        for patience in GROWTH_PATIENCE
-    ]
+    tried = [replace(policy, growth_patience=patience) for patience in GROWTH_PATIENCE]
     return max(((one, PeriodicReplay(trace, scenario, one).run()) for one in tried), key=lambda pair: pair[1].goodput)
 
 
@@ -89,9 +88,7 @@ class PeriodicReplay:
             self._book()
         self._advance(self.trace.duration_us)
         self._pause()
-        return self._ledger.close(
-            interruptions=self._interruptions, restarts=max(0, self._restarts), saves=self._saves
-        )
+        return self._ledger.close(interruptions=self._interruptions, restarts=max(0, self._restarts), saves=self._saves)
 
     def _advance(self, now_us: int) -> None:
         if self._doing in (_Doing.TRAINING, _Doing.SAVING):

@@ -1,4 +1,7 @@
-"""What a replay assumes of the job and its machines. Values only; made by `cli.simulate`, read by all of `simulation`."""
+"""What a replay assumes of the job and its machines. Values only.
+
+Made by `cli.simulate`, read by all of `simulation`.
+"""
 
 from __future__ import annotations
 
