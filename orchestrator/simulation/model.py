@@ -104,6 +104,7 @@ class Replay:
         self._interruptions = dict.fromkeys(("notice", "loss", "growth"), 0)
         self._saves = 0
         self._booked: object = None
+        self._tick_us = -1
 
     # ------------------------------------------------------------------------------------------- time
 
@@ -113,7 +114,7 @@ class Replay:
         for index, change in enumerate(self.trace.changes):
             self.later(change.at_us, self._change(change, gone_at.get(index)))
         self._perform_all(Tick())
-        self._tick()
+        self._tick_later()
         while self._queue and self._queue[0][0] < self.trace.duration_us:
             at_us, _, work = heapq.heappop(self._queue)
             self.ledger.advance(at_us)
@@ -139,11 +140,22 @@ class Replay:
         self._count += 1
         heapq.heappush(self._queue, (self.now_us + delay_us, self._count, work))
 
-    def _tick(self) -> None:
-        self._submit(Tick())
-        quiet = self.job.phase in (Phase.RUNNING, Phase.STARTING, Phase.OPENING)
-        short = self.job.phase is Phase.GATHERING and len(self.job.available) < self.scenario.nodes_min
-        self.later(TICK_QUIET_US if quiet or short else TICK_US, self._tick)
+    def _tick(self, due_us: int) -> None:
+        """Let the supervisor look at its clock, unless an earlier look was found to be needed meanwhile."""
+        if due_us == self._tick_us:
+            self._tick_us = -1
+            self._submit(Tick())
+            self._tick_later()
+
+    def _tick_later(self) -> None:
+        """See to it that the supervisor's clock ticks soon enough for what it waits for."""
+        phase, available = self.job.phase, len(self.job.available)
+        quiet = phase in (Phase.RUNNING, Phase.STARTING, Phase.OPENING)
+        short = phase is Phase.GATHERING and available < self.scenario.nodes_min
+        due_us = self.now_us + (TICK_QUIET_US if quiet or short else TICK_US)
+        if not self.now_us <= self._tick_us <= due_us:
+            self._tick_us = due_us
+            self.later(due_us - self.now_us, lambda: self._tick(due_us))
 
     def _book(self) -> None:
         """Say what every node that is there is doing."""
@@ -188,6 +200,7 @@ class Replay:
         self.job, actions = step(self.job, event, self.now_us / MICROSECONDS)
         for action in actions:
             self._perform(action)
+        self._tick_later()
 
     def _perform(self, action: Action) -> None:
         match action:
