@@ -27,7 +27,14 @@ from orchestrator.core.messages import (
     RecordEnd,
     Refusal,
 )
-from orchestrator.errors import FencedError, FormatError, OrchestratorError, StoreError
+from orchestrator.errors import (
+    FencedError,
+    FormatError,
+    OrchestratorError,
+    StoreDeniedError,
+    StoreError,
+    StoreFullError,
+)
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 
@@ -57,6 +64,8 @@ class StoreActions:
             return GenerationRefused(node=node, refusal=refusal, reason=str(error))
         except FormatError as error:
             return GenerationRefused(node=node, refusal=Refusal.FORMAT, reason=str(error))
+        except (StoreDeniedError, StoreFullError) as error:
+            return GenerationRefused(node=node, refusal=Refusal.DENIED, reason=str(error))
         except OrchestratorError as error:
             return GenerationRefused(node=node, refusal=Refusal.STORE, reason=str(error))
         reached("after-base", generation=opened.generation)

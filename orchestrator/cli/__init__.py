@@ -29,6 +29,7 @@ VERBS: Mapping[str, str] = {
     "checkpoints": "List, show and verify checkpoints.",
     "check": "Check this machine, the store and the staging folder.",
     "drill": "Rehearse failures on a running job.",
+    "simulate": "Replay a spot trace: what would be left of the machines' time?",
     "demo": "Lose a machine in the middle of a small training and resume exactly.",
 }
 """Each verb is `orchestrator.cli.<verb>`, which holds a function or a group of that name."""

@@ -25,6 +25,7 @@ from orchestrator.core.states import Ending, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
 
+FIRST_OPEN_ATTEMPTS_MAX = 4
 OPEN_PAUSE_SECONDS_MAX = 60.0  # between two attempts to open a generation while the store fails
 
 
@@ -72,8 +73,9 @@ def consider(turn: Turn) -> None:
     if size.could_grow and turn.now - job.since_seconds < patience:
         return
     members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
-    turn.set(members=members, opener=members[0])
-    turn.do(OpenGeneration(node=members[0], own=job.own, avoid=job.avoid))
+    opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
+    turn.set(members=members, opener=opener)
+    turn.do(OpenGeneration(node=opener, own=job.own, avoid=job.avoid))
     turn.go(Trigger.ENOUGH_NODES)
 
 
@@ -203,11 +205,16 @@ def _is_progress(turn: Turn, event: GenerationOpened) -> bool:
 
 
 def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
-    """Fenced or over: stop. A failing store: try again, except at the very start, where it is the user's mistake."""
+    """Fenced or over: stop. A failing store: try again, at the very start a few times only.
+
+    A store that may not be used is at the very start the user's mistake, and later one that may still be mended.
+    """
     job = turn.job
     if job.phase is not Phase.OPENING or event.node != job.opener:
         return
-    if event.refusal is Refusal.STORE and (job.own is not None or job.ever_attached):
+    started = job.own is not None or job.ever_attached
+    hopeful = event.refusal is Refusal.STORE and job.open_failures < FIRST_OPEN_ATTEMPTS_MAX
+    if hopeful or (started and event.refusal in (Refusal.STORE, Refusal.DENIED)):
         turn.note("store failed", f"no generation could be opened: {event.reason}", node=event.node)
         turn.go(Trigger.OPEN_FAILED)
         pause_seconds = growing_seconds(job.open_failures + 1, job.spec.store_retry_seconds, OPEN_PAUSE_SECONDS_MAX)
@@ -218,6 +225,7 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
         Refusal.DONE: ExitCode.DONE,
         Refusal.CANCELLED: ExitCode.FAILED,
         Refusal.STORE: ExitCode.FAILED,
+        Refusal.DENIED: ExitCode.FAILED,
         Refusal.FORMAT: ExitCode.NEVER_RESTART,
     }
     turn.go(Trigger.REFUSED)

@@ -132,6 +132,7 @@ def _on_tick(turn: Turn) -> None:
     if job.phase is Phase.OPENING and turn.now - job.since_seconds > job.spec.open_seconds:
         turn.note("store failed", f"{job.opener} did not open a generation within {job.spec.open_seconds:.0f} s")
         turn.go(Trigger.OPEN_FAILED)
+        turn.set(open_failures=job.open_failures + 1)
     if job.phase is Phase.STARTING:
         breaking.limit_starting(turn)
     if job.phase is Phase.LEAVING:

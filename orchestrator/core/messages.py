@@ -66,6 +66,9 @@ class Refusal(StrEnum):
     DONE = "done"
     CANCELLED = "cancelled"
     STORE = "store"
+    """It fails for now."""
+    DENIED = "denied"
+    """It may not be used, or is full: a person has to change something."""
     FORMAT = "format"
 
 

@@ -2,7 +2,7 @@
 
 What it is: inline SVG and CSS, no script, no external resource.
 What it is not: it draws nothing itself.
-Who uses it: the verbs, by way of the package.
+Who uses it: the verbs, by way of the package; `simulate_page` for the frame of a page of its own.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ _HATCH = Markup(
 
 def render(report: Report) -> str:
     """The whole page as text, to be written as UTF-8."""
-    head = join(
-        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        tag("title", escaped(report.title)),
-        tag("style", Markup("\n" + _style())),
-    )
-    sections = (
+    return document(
+        report.title,
         header(report),
         checks_section(report.checks),
         timeline_section(report),
         loss_section(report),
         interruptions_section(report.interruptions),
         events_section(report.events),
+    )
+
+
+def document(title: str, *sections: Markup) -> str:
+    """A page of these sections, as text to be written as UTF-8."""
+    head = join(
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        tag("title", escaped(title)),
+        tag("style", Markup("\n" + _style())),
     )
     page = tag("html", tag("head", head), tag("body", _HATCH, tag("main", *sections)), lang="en")
     return f"<!doctype html>\n{page}\n"

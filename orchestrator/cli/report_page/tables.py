@@ -55,7 +55,7 @@ def interruptions_section(interruptions: Sequence[Interruption]) -> Markup:
     steps = f"{sum(each.steps_lost for each in interruptions):,}"
     seconds = seconds_text(sum(each.seconds_lost for each in interruptions))
     total = ("", "all", "", "", "", "", steps, seconds) if len(interruptions) > 1 else ()
-    table = _table(SUMMARY_HEADERS, summary_rows(interruptions), text_columns=SUMMARY_TEXT_COLUMNS, total=total)
+    table = plain_table(SUMMARY_HEADERS, summary_rows(interruptions), text_columns=SUMMARY_TEXT_COLUMNS, total=total)
     return section("Interruptions", table)
 
 
@@ -75,10 +75,10 @@ def events_section(events: Sequence[TimelineEvent]) -> Markup:
         )
         for each in in_order
     )
-    return section("Events", _table(_EVENT_HEADERS, rows, text_columns=_EVENT_TEXT_COLUMNS), class_="events")
+    return section("Events", plain_table(_EVENT_HEADERS, rows, text_columns=_EVENT_TEXT_COLUMNS), class_="events")
 
 
-def _table(
+def plain_table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: frozenset[int], total: Sequence[str] = ()
 ) -> Markup:
     """A table whose columns hold numbers, save `text_columns`; `total` is its last row, if there is one."""

@@ -62,7 +62,7 @@ def timeline_section(report: Report) -> Markup:
     left_out = f" {counted(nodes_left_out, 'more node')} not drawn." if nodes_left_out else ""
     return figure_section(
         "Timeline",
-        _time_axis(scale, top, y),
+        time_axis(scale, top, y, "since the job started"),
         cut_lines(cuts, top, y),
         *lanes,
         flags_drawn,
@@ -167,7 +167,8 @@ def _bar_text(span: GenerationSpan, start: float, end: float) -> Markup:
     return tag("text", escaped(words), x=start + 6, y=14, class_="bar-text") if words else NOTHING
 
 
-def _time_axis(scale: Scale, top: float, bottom: float) -> Markup:
+def time_axis(scale: Scale, top: float, bottom: float, since: str) -> Markup:
+    """Grid and numbers of a level axis of seconds, in a unit that suits; `since` says from when on they count."""
     step = time_step(scale.high - scale.low, 10)
     divisor, unit = next((pair for pair in _TIME_UNITS if step >= pair[0]), (1, "seconds"))
     parts = []
@@ -175,7 +176,7 @@ def _time_axis(scale: Scale, top: float, bottom: float) -> Markup:
         x = scale.at(tick)
         parts.append(tag("path", d=vertical(x, top, bottom), class_="grid"))
         parts.append(tag("text", escaped(f"{tick / divisor:,.6g}"), x=x, y=bottom + 16, class_="tick"))
-    name = escaped(f"{unit} since the job started")
+    name = escaped(f"{unit} {since}")
     return join(*parts, tag("text", name, x=(scale.start + scale.end) / 2, y=bottom + 36, class_="axis-name"))
 
 
