@@ -2,7 +2,7 @@
 
 `SimulatedCluster` owns nodes and runs (a run is a supervisor with its scheduler); faults are its methods, so that a
 test, or a user's own, can tell a story: lose this node, cut that one off, kill the supervisor, let the store fail.
-What must hold all along is not checked here: `SimulatedCluster.on_write` and `on_start` tell whoever checks.
+What must hold all along is not checked here: `SimulatedCluster.on_write` and `on_action` tell whoever checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.agent.node import Agent
 from orchestrator.agent.ports import AgentPorts
 from orchestrator.agent.settings import AgentSettings
-from orchestrator.core.messages import Finish, NoticeKind, NoticeReceived
+from orchestrator.core.messages import Action, Finish, NoticeKind, NoticeReceived
 from orchestrator.core.states import JobSpec
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.storage.base import ObjectStore
@@ -168,6 +168,7 @@ class SimulatedRun:
         )
         self.supervisor = supervisor
         self._let_it_stall(supervisor)
+        self._let_others_watch(supervisor)
 
         async def live() -> None:
             finish = await supervisor.run()
@@ -191,6 +192,15 @@ class SimulatedRun:
 
         supervisor.submit = submit  # type: ignore[method-assign]
         supervisor.links._submit = submit
+
+    def _let_others_watch(self, supervisor: Supervisor) -> None:
+        send = supervisor.links.send
+
+        def watched(node: str, action: Action) -> None:
+            self.cluster.on_action(self, action)
+            send(node, action)
+
+        supervisor.links.send = watched  # type: ignore[method-assign]
 
     def kill(self, back_after_seconds: float, *, with_nodes: bool = False) -> None:
         """SIGKILL to the supervisor, with or without its nodes; the same command is given again later."""
@@ -245,7 +255,7 @@ class SimulatedCluster:
         self.finished = asyncio.Event()
         self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
         self.on_write: Callable[[str, bytes, SimulatedProcess], None] = lambda *_: None
-        self.on_start: Callable[[SimulatedNode, int], None] = lambda *_: None
+        self.on_action: Callable[[SimulatedRun, Action], None] = lambda *_: None
         self._names = 0
 
     def close(self) -> None:

@@ -73,8 +73,10 @@ class SimulatedStore:
         self._before(key)
         content = bytearray()
         for piece in pieces:
-            content += piece
+            half = len(piece) // 2
+            content += piece[:half]
             pause(self._weather.latency())
+            content += piece[half:]
         self._truth.create(key, [bytes(content)])
         self._written(key, bytes(content), self._process)
         self._after(key)

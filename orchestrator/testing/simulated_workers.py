@@ -86,6 +86,8 @@ class Training:
     start_seconds: float
     synchronous: bool
     decision_wait_seconds: float
+    on_leave: Callable[[int, int], None] = lambda generation, step: None
+    """Told (generation, step) when a rank leaves for a decision."""
     groups: dict[int, Group] = field(default_factory=dict)
     object_stores: dict[str, SimulatedStore] = field(default_factory=dict)
     """Agents' object servers by URL."""
@@ -214,6 +216,7 @@ class _Program:
             self._state = next_weights(self._state, step)
             if boundary.at(step, final=step == self._training.until) is Passing.LEAVE:
                 control.set_phase(WorkerPhase.LEFT)
+                self._training.on_leave(launch.generation, step)
                 while control.outcome()[0] is not LeaveOutcome.RELEASED:
                     thread.wait()  # the agent ends this process
         control.set_phase(WorkerPhase.FINISHED)
