@@ -108,9 +108,9 @@ class Cover:
 
 
 class TensorChunks:
-    """The chunks of one tensor while an index is being made, taken in by rising rank; kept as the text of series."""
+    """The chunks of one tensor while an index is being made, by rising rank; kept as the text of their series."""
 
-    __slots__ = ("_count", "_cover", "_first", "_next", "_text", "dtype", "shape", "total")
+    __slots__ = ("_cover", "_first", "_text", "dtype", "shape", "total")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], total: int) -> None:
         self.dtype = dtype
@@ -118,39 +118,29 @@ class TensorChunks:
         self.total = total
         self._cover = Cover()
         self._text = bytearray()
-        self._first = (0, 0, 0, 0)
-        self._count = 0
-        self._next: tuple[int, int, int, int] | None = None
+        self._first: tuple[int, int, int, int] | None = None
 
-    def add(self, rank: int, start: int, length: int, offset: int) -> None:
-        """One rank's chunk. Raises ValueError if elements are there already or beyond the tensor."""
-        chunk = (rank, start, length, offset)
-        if chunk == self._next:
-            self._count += 1
-        else:
-            self._close()
-            self._first, self._count = chunk, 1
-        self._next = (rank + 1, start + length, length, offset)
+    def begin(self, rank: int, start: int, length: int, offset: int) -> None:
+        """The first chunk of a series; the one before it must have been ended."""
+        self._first = (rank, start, length, offset)
 
-    def finish(self) -> bytes:
-        """The text of all series, ASCII. Raises ValueError if not every element is there exactly once."""
-        self._close()
-        missing = self._cover.missing(self.total)
-        if missing is not None:
-            raise ValueError(f"elements {missing[0]} to {missing[1]} of {self.total} are missing")
-        return bytes(self._text)
-
-    def _close(self) -> None:
-        if not self._count:
-            return
-        rank, start, length, offset = self._first
-        series = Series(rank, self._count, start, length, offset)
+    def end(self, rank: int) -> None:
+        """The series goes up to before `rank`. Raises ValueError if elements are there already or beyond the tensor."""
+        assert self._first is not None
+        first, start, length, offset = self._first
+        series = Series(first, rank - first, start, length, offset)
         check_series(series, self.total)
         self._cover.add(start, series.stop)
         if self._text:
             self._text += b" "
         self._text += series.text().encode()
-        self._count, self._next = 0, None
+
+    def finish(self) -> bytes:
+        """The text of all series, ASCII. Raises ValueError if not every element is there exactly once."""
+        missing = self._cover.missing(self.total)
+        if missing is not None:
+            raise ValueError(f"elements {missing[0]} to {missing[1]} of {self.total} are missing")
+        return bytes(self._text)
 
 
 def check_series(series: Series, total: int) -> None:

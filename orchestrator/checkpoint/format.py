@@ -11,7 +11,7 @@ import base64
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, Cover, check_series, parse_series
+from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, Cover, Series, check_series, parse_series
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
 
@@ -60,6 +60,9 @@ class ShardTable(_Record):
     """First element of the tensor, in row-major order, that is in this shard."""
     lengths: tuple[Count, ...]
     """Number of elements from there on."""
+
+
+TABLE_COLUMNS = ("names", "dtypes", "shapes", "starts", "lengths")
 
 
 class Gate(_Record):
@@ -150,18 +153,14 @@ class Index(_Record):
 
         Raises KeyError if there is no such tensor, FormatError if the index does not fit together there.
         """
-        record, found = self.tensors[name], []
+        record = self.tensors[name]
+        found: list[Chunk] = []
         width, total, cover = DTYPE_BYTES[record.dtype], element_count(record.shape), Cover()
         try:
             for series in parse_series(record.series):
                 check_series(series, total)
                 cover.add(series.start, series.stop)
-                if series.ranks > self.world_size:
-                    raise ValueError(f"{series.ranks} ranks are said to have a part of it")
-                for place in range(series.ranks):
-                    rank, start = series.rank + place, series.start + place * series.length
-                    first = self._first_byte(rank, series.offset, series.length * width)
-                    found.append(Chunk(rank, start, start + series.length, first, first + series.length * width))
+                found += self._chunks_of(series, width)
             missing = cover.missing(total)
             if missing is not None:
                 raise ValueError(f"elements {missing[0]} to {missing[1]} of {total} are missing")
@@ -169,11 +168,25 @@ class Index(_Record):
             raise FormatError(index_key(self.id), f"{name}: {error}") from error
         return sorted(found, key=_start)
 
-    def _first_byte(self, rank: int, offset: int, size_bytes: int) -> int:
-        shard = self.by_rank.get(rank)
-        if shard is None or shard.header_bytes + offset + size_bytes > shard.size_bytes:
-            raise ValueError(f"a chunk lies outside the shard of rank {rank}")
-        return shard.header_bytes + offset
+    def _chunks_of(self, series: Series, width: int) -> Iterator[Chunk]:
+        """The chunks of one series. Raises ValueError if one lies outside its shard."""
+        if series.ranks > self.world_size:
+            raise ValueError(f"{series.ranks} ranks are said to have a part of it")
+        ranks, size_bytes = range(series.rank, series.rank + series.ranks), series.length * width
+        firsts = []
+        for rank in ranks:
+            header_bytes, data_bytes = self._places.get(rank, (0, -1))
+            if series.offset + size_bytes > data_bytes:
+                raise ValueError(f"a chunk lies outside the shard of rank {rank}")
+            firsts.append(header_bytes + series.offset)
+        starts = [series.start + place * series.length for place in range(series.ranks)]
+        stops = [start + series.length for start in starts]
+        return map(Chunk, ranks, starts, stops, firsts, [first + size_bytes for first in firsts])
+
+    @cached_property
+    def _places(self) -> Mapping[int, tuple[int, int]]:
+        """(bytes of header, bytes of tensors) of each rank's shard."""
+        return {shard.rank: (shard.header_bytes, shard.size_bytes - shard.header_bytes) for shard in self.shards}
 
 
 def _start(chunk: Chunk) -> int:
@@ -313,6 +326,17 @@ def load(record_type: type[RecordT], key: str, data: bytes) -> RecordT:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the record"
         raise FormatError(key, f"not a valid {record_type.__name__}: {where}: {first['msg']}") from error
+
+
+def load_receipt(key: str, data: bytes) -> Receipt:
+    """`load` of a receipt, parsed once, as thousands are read for one index. NaN in its values is refused later."""
+    try:
+        receipt = Receipt.model_validate_json(data)
+    except ValidationError:
+        return load(Receipt, key, data)  # says what is wrong
+    if receipt.version != FORMAT_VERSION:
+        return load(Receipt, key, data)
+    return receipt
 
 
 def load_fields(key: str, data: bytes) -> dict[str, Any]:

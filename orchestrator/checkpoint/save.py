@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import block_digests, combine, crc
 from orchestrator.checkpoint.indexing import IndexBuilder, object_digests
@@ -97,27 +99,29 @@ def _check_same(store: ObjectStore, key: str, data: memoryview, digests: list[in
 
 
 def _receipt(place: ShardPlace, data: memoryview, digests: list[int]) -> fmt.Receipt:
-    key = place.shard_key
+    key, size_bytes = place.shard_key, len(data)
     metadata, header_bytes, header = shard_metadata(key, data)
-    objects, due = metadata["values"].get("objects", {}), present_ranks(place.world_size, place.absent)[0]
-    size_bytes = len(data)
-    return fmt.Receipt(
-        version=fmt.FORMAT_VERSION,
-        job=place.job,
-        generation=place.checkpoint.generation,
-        step=place.checkpoint.step,
-        world_size=place.world_size,
-        absent=place.absent,
-        rank=place.rank,
-        size_bytes=size_bytes,
-        header_bytes=header_bytes,
-        crc32c=combine(digests, size_bytes),
-        blocks=fmt.pack_blocks(digests),
-        tensors=_table(key, header, metadata["parts"], size_bytes - header_bytes),
-        objects=object_digests(key, objects),
-        values=metadata["values"] if place.rank == due else None,
-        gate=fmt.Gate(**metadata["gate"]),
-    )
+    due = present_ranks(place.world_size, place.absent)[0]
+    try:
+        return fmt.Receipt(
+            version=fmt.FORMAT_VERSION,
+            job=place.job,
+            generation=place.checkpoint.generation,
+            step=place.checkpoint.step,
+            world_size=place.world_size,
+            absent=place.absent,
+            rank=place.rank,
+            size_bytes=size_bytes,
+            header_bytes=header_bytes,
+            crc32c=combine(digests, size_bytes),
+            blocks=fmt.pack_blocks(digests),
+            tensors=_table(key, header, metadata["parts"], size_bytes - header_bytes),
+            objects=object_digests(key, metadata["values"].get("objects", {})),
+            values=metadata["values"] if place.rank == due else None,
+            gate=fmt.Gate(**metadata["gate"]),
+        )
+    except (ValidationError, TypeError) as error:
+        raise FormatError(key, f"is not a shard of this project: {error}") from error
 
 
 def _table(key: str, header: dict[str, Any], parts: dict[str, Any], data_bytes: int) -> fmt.ShardTable:
@@ -205,7 +209,7 @@ def _missing(first: fmt.Receipt, ranks: set[int]) -> str | None:
 
 def load_receipt(checkpoint: CheckpointId, key: str, data: bytes) -> fmt.Receipt:
     """Parse a receipt that was read from `key`. Raises FormatError if it is not that of its key."""
-    receipt = fmt.load(fmt.Receipt, key, data)
+    receipt = fmt.load_receipt(key, data)
     of = CheckpointId(generation=receipt.generation, step=receipt.step)
     if of != checkpoint or key != fmt.receipt_key(of, receipt.rank, receipt.world_size):
         raise FormatError(key, f"is the receipt of rank {receipt.rank} of {receipt.world_size} of {of}")
