@@ -327,3 +327,33 @@ def test_what_is_written_down_is_true() -> None:
     assert set(dtypes.split(", ")) == set(fmt.DTYPE_BYTES)
     assert f"more than {DEPTH_MAX} deep" in text
     assert f"above {INT_BITS_MAX} bits" in text
+
+
+def example(beginning: str) -> bytes:
+    """The example on the page that begins so; its line breaks are the page's."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (block,) = [one for one in text.split("```") if one.startswith(f"\n{beginning}")]
+    return "".join(block.split("\n")).encode()
+
+
+def test_the_example_of_an_index_is_one() -> None:
+    index = fmt.load_index("checkpoints/g00000006-s0000001200/index.json", example('{"digest"'))
+    assert isinstance(index, fmt.Index)
+    found = index.chunks("model.embed.weight")
+    assert [(chunk.rank, chunk.start, chunk.stop) for chunk in found] == [
+        (0, 0, 16250),
+        (1, 16250, 32500),
+        (2, 32500, 48750),
+        (3, 48750, 64000),
+    ]
+    assert {name for name in index.tensors if index.chunks(name)} == set(index.tensors)
+
+
+def test_the_example_of_a_receipt_is_the_one_that_the_index_names() -> None:
+    data = example('{"absent"')
+    receipt = fmt.load_receipt("receipt", data)
+    index = fmt.load_index("index", example('{"digest"'))
+    assert isinstance(index, fmt.Index)
+    shard = index.by_rank[receipt.rank]
+    assert (shard.receipt_bytes, shard.receipt_crc32c) == (len(data), crc32c.crc32c(data))
+    assert fmt.dump(receipt) == data
