@@ -246,7 +246,9 @@ def measure_all(scene: Scene, parent: str | None) -> Iterator[Measurement]:
                 timeout=STEP_SECONDS_MAX,
                 cwd=Path(__file__).parents[1],
             )
-            yield Measurement(**json.loads(answer.stdout))
+            row = Measurement(**json.loads(answer.stdout))
+            print(f"  {step}: {row.cpu_seconds:.1f} s of CPU, {row.peak_extra_mib:.0f} MiB more", file=sys.stderr)
+            yield row
 
 
 # ------------------------------------------------------------------------------------------------- one upload

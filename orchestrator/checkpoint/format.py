@@ -365,8 +365,7 @@ def load_index(key: str, data: bytes) -> Index | AbandonedIndex:
 
     That all elements of a tensor are there is found out when its chunks are asked for. Raises FormatError.
     """
-    fields = load_fields(key, data)
-    if fields.get("state") == "abandoned":
+    if load_fields(key, data).get("state") == "abandoned":  # the fields are not kept: an index can be large
         return load(AbandonedIndex, key, data)
     match = _DIGEST_FIELD.match(data)
     if match is None or int(match[1], 16) != crc32c.crc32c(memoryview(data)[match.end() :]):
