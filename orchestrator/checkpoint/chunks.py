@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 POSITION_MAX = (1 << 62) - 1
@@ -149,3 +149,22 @@ def check_series(series: Series, total: int) -> None:
         raise ValueError(f"a chunk ends at element {series.stop} of {total}")
     if series.length == 0 and total:
         raise ValueError(f"rank {series.rank} has an empty chunk of it")
+
+
+def chunks_of(series: Series, width: int, places: Mapping[int, tuple[int, int]]) -> Iterator[Chunk]:
+    """The chunks of a series of elements of `width` bytes. Raises ValueError if one lies outside its shard.
+
+    `places` has (bytes of header, bytes of tensors) of the shard of each rank that has one.
+    """
+    if series.ranks > len(places):
+        raise ValueError(f"{series.ranks} ranks are said to have a part of it, {len(places)} have shards")
+    ranks, size_bytes = range(series.rank, series.rank + series.ranks), series.length * width
+    firsts = []
+    for rank in ranks:
+        header_bytes, data_bytes = places.get(rank, (0, -1))
+        if series.offset + size_bytes > data_bytes:
+            raise ValueError(f"a chunk lies outside the shard of rank {rank}")
+        firsts.append(header_bytes + series.offset)
+    starts = [series.start + place * series.length for place in range(series.ranks)]
+    stops = [start + series.length for start in starts]
+    return map(Chunk, ranks, starts, stops, firsts, [first + size_bytes for first in firsts])

@@ -11,7 +11,7 @@ import base64
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, Cover, Series, check_series, parse_series
+from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, Cover, check_series, chunks_of, parse_series
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
 
@@ -160,28 +160,13 @@ class Index(_Record):
             for series in parse_series(record.series):
                 check_series(series, total)
                 cover.add(series.start, series.stop)
-                found += self._chunks_of(series, width)
+                found += chunks_of(series, width, self._places)
             missing = cover.missing(total)
             if missing is not None:
                 raise ValueError(f"elements {missing[0]} to {missing[1]} of {total} are missing")
         except ValueError as error:
             raise FormatError(index_key(self.id), f"{name}: {error}") from error
         return sorted(found, key=_start)
-
-    def _chunks_of(self, series: Series, width: int) -> Iterator[Chunk]:
-        """The chunks of one series. Raises ValueError if one lies outside its shard."""
-        if series.ranks > self.world_size:
-            raise ValueError(f"{series.ranks} ranks are said to have a part of it")
-        ranks, size_bytes = range(series.rank, series.rank + series.ranks), series.length * width
-        firsts = []
-        for rank in ranks:
-            header_bytes, data_bytes = self._places.get(rank, (0, -1))
-            if series.offset + size_bytes > data_bytes:
-                raise ValueError(f"a chunk lies outside the shard of rank {rank}")
-            firsts.append(header_bytes + series.offset)
-        starts = [series.start + place * series.length for place in range(series.ranks)]
-        stops = [start + series.length for start in starts]
-        return map(Chunk, ranks, starts, stops, firsts, [first + size_bytes for first in firsts])
 
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, int]]:
