@@ -106,10 +106,14 @@ def _judge_committed(
     if index.step > rollback_bound(generations, index.generation):
         return Standing.ROLLED_BACK, None
     for shard in index.shards:
-        name = fmt.shard_key(index.id, shard.rank, index.world_size).rpartition("/")[2]
-        if files.get(name) != shard.size_bytes:
-            found = "is missing" if name not in files else f"has {files[name]} bytes"
-            return Standing.DAMAGED, f"{name} {found}, the index says {shard.size_bytes} bytes"
+        for key, size_bytes in (
+            (fmt.shard_key(index.id, shard.rank, index.world_size), shard.size_bytes),
+            (fmt.receipt_key(index.id, shard.rank, index.world_size), shard.receipt_bytes),
+        ):
+            name = key.rpartition("/")[2]
+            if files.get(name) != size_bytes:
+                found = "is missing" if name not in files else f"has {files[name]} bytes"
+                return Standing.DAMAGED, f"{name} {found}, the index says {size_bytes} bytes"
     return Standing.COMMITTED, None
 
 

@@ -1,7 +1,8 @@
 """The checkpoint format: keys, receipts, indexes, generation records. Written down in docs/checkpoint-format.md.
 
 No I/O and no torch here. Writers: `checkpoint.save` and `checkpoint.generations`; readers: `checkpoint.reader`,
-`checkpoint.restore`. JSON is canonical (sorted keys, no spaces), so that an index is the same bytes whoever writes it.
+`checkpoint.restore`. JSON is canonical (sorted keys, no spaces), so that an index is the same bytes whoever writes it;
+how one is made from receipts is in `checkpoint.indexing`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 import crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, Cover, check_series, chunks_of, parse_series
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
 
@@ -30,52 +34,35 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """Bytes per element of the safetensors dtypes that this format version stores."""
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=POSITION_MAX)]
+WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
 _CHECKPOINT = re.compile(r"checkpoints/g(\d{8,})-s(\d{10,})/(.+)\Z")
 _GENERATION = re.compile(r"generations/(\d{8,})\.json\Z")
+_RECEIPT = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.json\Z")
+_DIGEST_FIELD = re.compile(rb'\{"digest":"([0-9a-f]{8})",')
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Chunk(_Record):
-    """Elements [start, stop) of the box (offsets, lengths) of one tensor, row-major, at bytes of one shard."""
+class ShardTable(_Record):
+    """What a shard holds: one chunk of each of its tensors, column by column, in the order of the file, without holes.
 
-    rank: Count
-    offsets: tuple[Count, ...]
+    So a chunk's place is the sum of those before it: a table can neither overlap nor point outside its shard.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[Count, ...], ...]
+    """Shapes of the whole tensors."""
+    starts: tuple[Count, ...]
+    """First element of the tensor, in row-major order, that is in this shard."""
     lengths: tuple[Count, ...]
-    start: Count
-    stop: Count
-    first_byte: Count
-    """Absolute position in the shard file."""
-    last_byte: Count
-    """One past the chunk's last byte."""
+    """Number of elements from there on."""
 
 
-class TensorRecord(_Record):
-    """One tensor of the checkpoint; its chunks cover every element exactly once."""
-
-    dtype: str
-    shape: tuple[Count, ...]
-    chunks: tuple[Chunk, ...]
-
-
-class ShardTensor(_Record):
-    """What one shard holds of one tensor."""
-
-    dtype: str
-    shape: tuple[Count, ...]
-    chunks: tuple[Chunk, ...]
-
-
-class ShardRecord(_Record):
-    """One shard file: size, crc32c of the file and (base64, little-endian uint32) of each 1 MiB block."""
-
-    rank: Count
-    size_bytes: Count
-    crc32c: Count
-    blocks: str
+TABLE_COLUMNS = ("names", "dtypes", "shapes", "starts", "lengths")
 
 
 class Gate(_Record):
@@ -94,39 +81,101 @@ class Receipt(_Record):
     job: str
     generation: Count
     step: Count
-    world_size: Count
+    world_size: WorldSize
     absent: tuple[Count, ...]
-    shard: ShardRecord
-    tensors: dict[str, ShardTensor]
-    values: dict[str, Any]
-    """Job-scoped values that are not tensors, as every rank has them."""
-    rank_values: dict[str, Any]
-    """Values of this rank alone (its RNG)."""
+    rank: Count
+    size_bytes: Count
+    """Of the shard file."""
+    header_bytes: Count
+    """Before its first tensor."""
+    crc32c: Count
+    """Of the shard file."""
+    blocks: str
+    """crc32c of each 1 MiB block of the shard file: little-endian uint32, base64."""
+    tensors: ShardTable
+    objects: dict[str, Count]
+    """crc32c of the canonical JSON of the state of each object given to attach."""
+    values: dict[str, Any] | None
+    """Job-scoped values beside tensors, in the first present rank's receipt only; every shard's header has them."""
     gate: Gate
+
+
+class ShardRecord(_Record):
+    """One shard of a committed checkpoint, and the receipt that has its block digests."""
+
+    rank: Count
+    size_bytes: Count
+    header_bytes: Count
+    crc32c: Count
+    receipt_bytes: Count
+    receipt_crc32c: Count
+
+
+class TensorRecord(_Record):
+    """One tensor of a committed checkpoint. Where its elements are: `Index.chunks`."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    series: str
 
 
 class Index(_Record):
     """Decides a checkpoint as committed. A deterministic function of the receipts."""
 
+    digest: str
+    """crc32c of all bytes of the file after this field, 8 hex digits: an edited index is found out."""
     version: int
-    state: Literal["committed"] = "committed"
+    state: Literal["committed"]
     job: str
     generation: Count
     step: Count
-    world_size: Count
+    world_size: WorldSize
     absent: tuple[Count, ...]
     shards: tuple[ShardRecord, ...]
     tensors: dict[str, TensorRecord]
     values: dict[str, Any]
-    rank_values: dict[str, dict[str, Any]]
-    gates: dict[str, Gate]
-    digest: Count = 0
-    """crc32c of the canonical JSON of all other fields: an edited index is found out."""
+    """Job-scoped values that are not tensors; `objects` has the state of what all ranks have alike."""
+    rank_objects: tuple[str, ...]
+    """The objects whose state differs between ranks: it is in the header of each rank's shard."""
 
     @property
     def id(self) -> CheckpointId:
         """The checkpoint's identity."""
         return CheckpointId(generation=self.generation, step=self.step)
+
+    @cached_property
+    def by_rank(self) -> Mapping[int, ShardRecord]:
+        """The shards; an absent rank may have none."""
+        return {shard.rank: shard for shard in self.shards}
+
+    def chunks(self, name: str) -> list[Chunk]:
+        """Where the elements of a tensor are, in their order: every element once, all of it within its shard.
+
+        Raises KeyError if there is no such tensor, FormatError if the index does not fit together there.
+        """
+        record = self.tensors[name]
+        found: list[Chunk] = []
+        width, total, cover = DTYPE_BYTES[record.dtype], element_count(record.shape), Cover()
+        try:
+            for series in parse_series(record.series):
+                check_series(series, total)
+                cover.add(series.start, series.stop)
+                found += chunks_of(series, width, self._places)
+            missing = cover.missing(total)
+            if missing is not None:
+                raise ValueError(f"elements {missing[0]} to {missing[1]} of {total} are missing")
+        except ValueError as error:
+            raise FormatError(index_key(self.id), f"{name}: {error}") from error
+        return sorted(found, key=_start)
+
+    @cached_property
+    def _places(self) -> Mapping[int, tuple[int, int]]:
+        """(bytes of header, bytes of tensors) of each rank's shard."""
+        return {shard.rank: (shard.header_bytes, shard.size_bytes - shard.header_bytes) for shard in self.shards}
+
+
+def _start(chunk: Chunk) -> int:
+    return chunk.start
 
 
 class AbandonedIndex(_Record):
@@ -223,6 +272,12 @@ def parse_checkpoint_key(key: str) -> tuple[CheckpointId, str] | None:
     return CheckpointId(generation=int(match[1]), step=int(match[2])), match[3]
 
 
+def parse_receipt_name(name: str) -> tuple[int, int] | None:
+    """(rank, world size) of a receipt's file name within its folder, None for any other name."""
+    match = _RECEIPT.match(name)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
 def parse_generation_key(key: str) -> int | None:
     """The number of a claim's key, None for any other key."""
     match = _GENERATION.match(key)
@@ -258,10 +313,21 @@ def load(record_type: type[RecordT], key: str, data: bytes) -> RecordT:
         raise FormatError(key, f"not a valid {record_type.__name__}: {where}: {first['msg']}") from error
 
 
+def load_receipt(key: str, data: bytes) -> Receipt:
+    """`load` of a receipt, parsed once, as thousands are read for one index. NaN in its values is refused later."""
+    try:
+        receipt = Receipt.model_validate_json(data)
+    except ValidationError:
+        return load(Receipt, key, data)  # says what is wrong
+    if receipt.version != FORMAT_VERSION:
+        return load(Receipt, key, data)
+    return receipt
+
+
 def load_fields(key: str, data: bytes) -> dict[str, Any]:
     """The fields of a record of a known version."""
     try:
-        fields = json.loads(data, parse_constant=_refuse_constant)
+        fields = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise FormatError(key, f"is not JSON ({len(data)} bytes): truncated or edited") from error
     if not isinstance(fields, dict):
@@ -274,21 +340,55 @@ def load_fields(key: str, data: bytes) -> dict[str, Any]:
     return fields
 
 
-def _refuse_constant(text: str) -> None:
+def refuse_constant(text: str) -> None:
+    """For `json.loads(parse_constant=…)`: NaN and infinity are no JSON."""
     raise ValueError(f"{text} is not JSON")
 
 
 def load_index(key: str, data: bytes) -> Index | AbandonedIndex:
-    """Parse an index, committed or abandoned. What a committed one says of its shards and tensors fits together."""
-    fields = load_fields(key, data)
-    if fields.get("state") == "abandoned":
+    """Parse an index, committed or abandoned. A committed one has its own digest, and its sizes fit together.
+
+    That all elements of a tensor are there is found out when its chunks are asked for. Raises FormatError.
+    """
+    if load_fields(key, data).get("state") == "abandoned":  # the fields are not kept: an index can be large
         return load(AbandonedIndex, key, data)
-    digest = fields.pop("digest", None)
-    if digest != crc32c.crc32c(canonical_json(fields)):
+    match = _DIGEST_FIELD.match(data)
+    if match is None or int(match[1], 16) != crc32c.crc32c(memoryview(data)[match.end() :]):
         raise DigestError(key, "its content does not match its own digest: truncated or edited")
     index = load(Index, key, data)
-    check_index(key, index)
+    _check_sizes(key, index)
     return index
+
+
+def seal(pieces: Iterable[bytes]) -> bytes:
+    """The beginning of an index file: the digest of all that comes after it."""
+    digest = 0
+    for piece in pieces:
+        digest = crc32c.crc32c(piece, digest)
+    return b'{"digest":"%08x",' % digest
+
+
+def _check_sizes(key: str, index: Index) -> None:
+    """Shards are of different ranks, and the tensors fill them exactly: nobody allocates more than is there."""
+    ranks = [shard.rank for shard in index.shards]
+    if not ranks or any(low >= high for low, high in pairwise([*ranks, index.world_size])):
+        raise FormatError(key, f"its shards are of ranks {ranks} of {index.world_size}")
+    if any(shard.header_bytes > shard.size_bytes for shard in index.shards):
+        raise FormatError(key, "a shard's header is larger than the shard")
+    there = sum(shard.size_bytes - shard.header_bytes for shard in index.shards)
+    needed = 0
+    for name, tensor in index.tensors.items():
+        needed += element_count(tensor.shape) * dtype_width(key, name, tensor.dtype)
+    if needed != there:
+        raise FormatError(key, f"its tensors take {needed} bytes, its shards hold {there}")
+
+
+def dtype_width(key: str, name: str, dtype: str) -> int:
+    """Bytes per element. Raises FormatError for a dtype that is not of this format version."""
+    width = DTYPE_BYTES.get(dtype)
+    if width is None:
+        raise FormatError(key, f"{name}: its dtype {dtype!r:.80} is unknown to this release")
+    return width
 
 
 def pack_blocks(digests: Iterable[int]) -> str:
@@ -307,114 +407,6 @@ def unpack_blocks(key: str, text: str, size_bytes: int) -> tuple[int, ...]:
     if len(raw) != 4 * expected:
         raise FormatError(key, f"has {len(raw) // 4} block digests where {size_bytes} bytes need {expected}")
     return struct.unpack(f"<{expected}I", raw)
-
-
-def build_index(receipts: Iterable[Receipt]) -> Index:
-    """The index of a checkpoint: the same bytes whoever builds it from the same receipts.
-
-    Raises FormatError if the receipts do not belong together or do not cover every tensor exactly.
-    """
-    ordered = sorted(receipts, key=lambda receipt: receipt.shard.rank)
-    first = ordered[0]
-    key = index_key(CheckpointId(generation=first.generation, step=first.step))
-    for receipt in ordered:
-        same = ("job", "generation", "step", "world_size", "absent")
-        differing = [name for name in same if getattr(receipt, name) != getattr(first, name)]
-        if differing:
-            raise FormatError(
-                key, f"rank {receipt.shard.rank}'s receipt differs from rank {first.shard.rank}'s in {differing}"
-            )
-    objects = _objects(first)
-    alike = _alike([_objects(receipt) for receipt in ordered])
-    index = Index(
-        version=FORMAT_VERSION,
-        job=first.job,
-        generation=first.generation,
-        step=first.step,
-        world_size=first.world_size,
-        absent=first.absent,
-        shards=tuple(receipt.shard for receipt in ordered),
-        tensors=_merge_tensors(key, ordered),
-        values={**first.values, "objects": {name: objects[name] for name in alike}},
-        rank_values={
-            str(receipt.shard.rank): receipt.rank_values
-            | {"objects": {name: tree for name, tree in _objects(receipt).items() if name not in alike}}
-            for receipt in ordered
-        },
-        gates={str(receipt.shard.rank): receipt.gate for receipt in ordered},
-    )
-    check_index(key, index)
-    fields = index.model_dump(mode="json", exclude={"digest"})
-    return index.model_copy(update={"digest": int(crc32c.crc32c(canonical_json(fields)))})
-
-
-def _objects(receipt: Receipt) -> dict[str, Any]:
-    """The state of each object given to attach. What differs between ranks is kept for each rank."""
-    objects: dict[str, Any] = receipt.values.get("objects", {})
-    return objects
-
-
-def _alike(of_ranks: list[dict[str, Any]]) -> set[str]:
-    """The names of the objects that all ranks have alike, as JSON: 1, 1.0 and true are not alike."""
-    texts = [{name: canonical_json(tree) for name, tree in objects.items()} for objects in of_ranks]
-    return {name for name, text in texts[0].items() if all(other.get(name) == text for other in texts)}
-
-
-def _merge_tensors(key: str, receipts: list[Receipt]) -> dict[str, TensorRecord]:
-    found: dict[str, list[ShardTensor]] = {}
-    for receipt in receipts:
-        for name, tensor in receipt.tensors.items():
-            found.setdefault(name, []).append(tensor)
-    merged: dict[str, TensorRecord] = {}
-    for name, parts in found.items():
-        if any((part.dtype, part.shape) != (parts[0].dtype, parts[0].shape) for part in parts):
-            raise FormatError(key, f"{name}: the ranks disagree on its dtype or shape")
-        chunks = tuple(sorted((chunk for part in parts for chunk in part.chunks), key=_chunk_order))
-        merged[name] = TensorRecord(dtype=parts[0].dtype, shape=parts[0].shape, chunks=chunks)
-    return merged
-
-
-def _chunk_order(chunk: Chunk) -> tuple[tuple[int, ...], int]:
-    return chunk.offsets, chunk.start
-
-
-def check_index(key: str, index: Index) -> None:
-    """Every element of every tensor lies in exactly one place of a shard that is there. Raises FormatError.
-
-    Readers rest on it: they allocate by the shapes and fill by the chunks.
-    """
-    sizes = {shard.rank: shard.size_bytes for shard in index.shards}
-    if len(sizes) != len(index.shards) or any(rank >= index.world_size for rank in sizes):
-        raise FormatError(
-            key, f"its shards are of ranks {[shard.rank for shard in index.shards]} of {index.world_size}"
-        )
-    for name, tensor in index.tensors.items():
-        width = DTYPE_BYTES.get(tensor.dtype)
-        if width is None:
-            raise FormatError(key, f"{name}: its dtype {tensor.dtype!r} is unknown to this release")
-        check_cover(key, name, tensor.shape, tensor.chunks)
-        for chunk in tensor.chunks:
-            if not chunk.first_byte <= chunk.last_byte <= sizes.get(chunk.rank, -1):
-                raise FormatError(key, f"{name}: a chunk lies outside the shard of rank {chunk.rank}")
-            if chunk.last_byte - chunk.first_byte != (chunk.stop - chunk.start) * width:
-                raise FormatError(key, f"{name}: a chunk's bytes do not match its elements")
-
-
-def check_cover(key: str, name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
-    """Every element of the tensor is in exactly one chunk.
-
-    This format version writes whole-tensor boxes only, so the chunks' ranges must follow each other without a gap.
-    """
-    total = element_count(shape)
-    position = 0
-    for chunk in chunks:
-        if chunk.lengths != shape or any(chunk.offsets):
-            raise FormatError(key, f"{name}: a chunk's box is not the whole tensor; this release cannot read that")
-        if chunk.start != position or chunk.stop < chunk.start:
-            raise FormatError(key, f"{name}: elements {position} to {chunk.start} are missing or written twice")
-        position = chunk.stop
-    if position != total or not chunks:
-        raise FormatError(key, f"{name}: {position} of {total} elements are there")
 
 
 def element_count(shape: Iterable[int]) -> int:

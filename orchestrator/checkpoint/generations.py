@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import Catalog, Standing, read_generations, rollback_bound, survey
 from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
-from orchestrator.checkpoint.save import commit, missing_for_commit, read_receipts
+from orchestrator.checkpoint.save import commit_draft, draft_index
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import (
     AlreadyExistsError,
@@ -214,21 +214,19 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
         bounded = checkpoint.step > rollback_bound(generations, checkpoint.generation)
         if bounded or names & {"index.json", "retired.json", "quarantine.json"}:
             continue
-        if _committable(store, checkpoint) and commit(store, checkpoint):
+        draft = _draft(store, checkpoint)
+        if draft is not None and commit_draft(store, checkpoint, draft):
             done.append(checkpoint)
     return tuple(done)
 
 
-def _committable(store: ObjectStore, checkpoint: CheckpointId) -> bool:
-    """Whether the receipts make a checkpoint. Ones that do not belong together stay undecided: no start fails on it."""
+def _draft(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:
+    """The index that the receipts make. If they do not belong together, they stay undecided: no start fails on it."""
     try:
-        receipts, sizes = read_receipts(store, checkpoint)
-        if missing_for_commit(receipts, sizes, checkpoint) is not None:
-            return False
-        fmt.build_index(receipts)
+        draft = draft_index(store, checkpoint)
     except FormatError:
-        return False
-    return True
+        return None
+    return None if isinstance(draft, str) else draft
 
 
 def read_end(store: ObjectStore, generation: int) -> fmt.EndRecord | None:

@@ -106,23 +106,12 @@ class ShardPlan:
             for chunk in self.chunks
         }
 
-    def chunk_table(self) -> dict[str, Any]:
-        """The chunk table of the shard's metadata: global shape and which part of it this shard holds."""
+    def parts(self) -> dict[str, Any]:
+        """Shape and first element of each tensor of which this shard holds a part: what its entry does not say."""
         return {
-            chunk.spec.name: {
-                "dtype": chunk.spec.dtype,
-                "shape": list(chunk.spec.shape),
-                "chunks": [
-                    {
-                        "entry": chunk.spec.name,
-                        "offsets": [0] * len(chunk.spec.shape),
-                        "lengths": list(chunk.spec.shape),
-                        "start": chunk.start,
-                        "stop": chunk.stop,
-                    }
-                ],
-            }
+            chunk.spec.name: {"shape": list(chunk.spec.shape), "start": chunk.start}
             for chunk in self.chunks
+            if not chunk.whole
         }
 
 
@@ -165,8 +154,8 @@ def plan_shard(
             chunks.append(PlannedChunk(spec=spec, start=start, stop=stop, first_byte=offset, last_byte=end))
             offset = end
     draft = ShardPlan(specs=tuple(specs), chunks=tuple(chunks), header_bytes=0, size_bytes=0)
-    table = json.dumps(draft.chunk_table())  # stands inside a JSON string: its quotes are escaped
+    parts = json.dumps(draft.parts())  # stands inside a JSON string: its quotes are escaped
     header = header_size(
-        len(json.dumps(draft.entries())) + len(json.dumps(table)) + metadata_bytes + HEADER_SLACK_BYTES
+        len(json.dumps(draft.entries())) + len(json.dumps(parts)) + metadata_bytes + HEADER_SLACK_BYTES
     )
     return ShardPlan(specs=tuple(specs), chunks=tuple(chunks), header_bytes=header, size_bytes=header + offset)

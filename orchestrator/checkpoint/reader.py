@@ -1,5 +1,8 @@
 """Reading a committed checkpoint: byte ranges of shards, verified in whole 1 MiB blocks. No torch.
 
+The index says where everything is. What else of a shard is needed stands in its receipt (block digests, gate), whose
+digest the index has, and in its header (what is one rank's alone); neither is read for shards that nothing is read of.
+
 Called by `checkpoint.restore` (into tensors) and by the CLI's read verbs. The store may be a folder, a bucket or
 an agent's memory: one code path.
 """
@@ -8,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import crc
-from orchestrator.checkpoint.save import read_index
+from orchestrator.checkpoint.save import load_receipt, read_index, shard_metadata
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import DigestError, FormatError, NotFoundError
 from orchestrator.storage.base import ObjectStore
@@ -43,13 +47,55 @@ def read_committed(store: ObjectStore, checkpoint: CheckpointId) -> fmt.Index:
     return index
 
 
+def read_receipt(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord) -> fmt.Receipt:
+    """The receipt that the checkpoint was committed with. Raises DigestError if it is another one, StoreError."""
+    key = fmt.receipt_key(index.id, shard.rank, index.world_size)
+    data = store.read(key, 0, shard.receipt_bytes)
+    if len(data) != shard.receipt_bytes or crc(data) != shard.receipt_crc32c:
+        raise DigestError(key, "is not the receipt that was committed: truncated, edited or replaced")
+    receipt = load_receipt(index.id, key, data)
+    if (receipt.size_bytes, receipt.header_bytes) != (shard.size_bytes, shard.header_bytes):
+        raise FormatError(key, f"has other sizes than {fmt.index_key(index.id)}")
+    return receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What a checkpoint has of one rank alone, beside its tensors."""
+
+    objects: dict[str, Any]
+    """The state of each object given to attach, as this rank had it."""
+    rank_values: dict[str, Any]
+    gate: fmt.Gate
+
+
+def read_rank_state(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord) -> RankState:
+    """From a shard's header, its blocks verified, and its receipt. Raises DigestError, FormatError, StoreError."""
+    receipt = read_receipt(store, index, shard)
+    header = bytearray()
+    for window in _verified(store, index, receipt, [(0, shard.header_bytes)]):
+        header += window.data[: shard.header_bytes - len(header)]
+    metadata, _, _ = shard_metadata(fmt.shard_key(index.id, shard.rank, index.world_size), memoryview(header))
+    return RankState(
+        objects=metadata["values"].get("objects", {}), rank_values=metadata["rank_values"], gate=receipt.gate
+    )
+
+
 def verified_windows(
     store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, ranges: Iterable[tuple[int, int]]
 ) -> Iterator[Window]:
     """The blocks of one shard that the byte ranges touch, read once each in order, each block's digest checked.
 
-    Raises DigestError naming the shard and the block.
+    Raises DigestError naming the shard and the block, or the receipt if the digests themselves cannot be trusted.
     """
+    needed = [(first, last) for first, last in ranges if first < last]
+    if needed:
+        yield from _verified(store, index, read_receipt(store, index, shard), needed)
+
+
+def _verified(
+    store: ObjectStore, index: fmt.Index, shard: fmt.Receipt, ranges: Iterable[tuple[int, int]]
+) -> Iterator[Window]:
     key = fmt.shard_key(index.id, shard.rank, index.world_size)
     blocks = fmt.unpack_blocks(key, shard.blocks, shard.size_bytes)
     for start, stop in _window_ranges(ranges, shard.size_bytes):
@@ -69,8 +115,6 @@ def _window_ranges(ranges: Iterable[tuple[int, int]], size_bytes: int) -> Iterat
     """Block-aligned, disjoint, ascending windows that cover the ranges."""
     merged: list[list[int]] = []
     for first, last in sorted(ranges):
-        if first >= last:
-            continue
         low = first // fmt.BLOCK_BYTES * fmt.BLOCK_BYTES
         high = min(-(-last // fmt.BLOCK_BYTES) * fmt.BLOCK_BYTES, size_bytes)
         if merged and low <= merged[-1][1]:
@@ -94,14 +138,15 @@ def verify_shard(
     store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, advance: Callable[[int], None] = lambda _: None
 ) -> str | None:
     """Read one shard whole; what is wrong with it, or None. `advance` is told the bytes of each verified piece."""
+    key = fmt.shard_key(index.id, shard.rank, index.world_size)
     try:
-        size_bytes = store.size(fmt.shard_key(index.id, shard.rank, index.world_size))
+        size_bytes = store.size(key)
         if size_bytes != shard.size_bytes:
             return f"has {size_bytes} bytes, the index says {shard.size_bytes}"
         for window in verified_windows(store, index, shard, [(0, shard.size_bytes)]):
             advance(len(window.data))
-    except NotFoundError:
-        return "is missing"
+    except NotFoundError as error:
+        return "is missing" if error.key == key else f"its receipt {error.key} is missing"
     except FormatError as error:
-        return error.problem
+        return error.problem if error.key == key else str(error)
     return None

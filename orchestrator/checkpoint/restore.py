@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -40,8 +40,8 @@ def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, tor
         check_target(name, record, tensor)
         buffers[name] = tensor if _is_plain_memory(tensor) else torch.empty(record.shape, dtype=tensor.dtype)
     views = {name: _byte_view(buffer) for name, buffer in buffers.items()}
-    for shard in index.shards:
-        _read_shard(store, index, shard, views)
+    for shard, pieces in _pieces_by_shard(index, views):
+        _read_shard(store, index, shard, pieces)
     with torch.no_grad():
         for name, tensor in targets.items():
             if buffers[name] is not tensor:
@@ -60,17 +60,25 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, views: Mapping[str, memoryview]) -> None:
-    wanted: list[tuple[int, int, memoryview]] = []
+Piece = tuple[int, int, memoryview]
+"""Bytes [first, last) of a shard, and where they go."""
+
+
+def _pieces_by_shard(
+    index: fmt.Index, views: Mapping[str, memoryview]
+) -> Iterator[tuple[fmt.ShardRecord, list[Piece]]]:
+    """What is needed of each shard that anything is needed of, by rank. Raises FormatError."""
+    pieces: dict[int, list[Piece]] = {}
     for name, view in views.items():
-        record = index.tensors[name]
-        width = TORCH_DTYPES[record.dtype].itemsize
-        for chunk in record.chunks:
-            if chunk.rank == shard.rank and chunk.start < chunk.stop:
-                if chunk.last_byte - chunk.first_byte != (chunk.stop - chunk.start) * width:
-                    raise FormatError(fmt.index_key(index.id), f"{name}: a chunk's bytes do not match its elements")
-                wanted.append((chunk.first_byte, chunk.last_byte, view[chunk.start * width : chunk.stop * width]))
-    wanted.sort(key=lambda piece: piece[0])
+        width = fmt.DTYPE_BYTES[index.tensors[name].dtype]
+        for rank, start, stop, first, last in index.chunks(name):
+            if start < stop:
+                pieces.setdefault(rank, []).append((first, last, view[start * width : stop * width]))
+    for rank in sorted(pieces):
+        yield index.by_rank[rank], sorted(pieces[rank], key=lambda piece: piece[0])
+
+
+def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, wanted: list[Piece]) -> None:
     position = 0
     for window in verified_windows(store, index, shard, [(first, last) for first, last, _ in wanted]):
         end = window.start + len(window.data)

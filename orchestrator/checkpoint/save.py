@@ -11,16 +11,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import block_digests, combine, crc
-from orchestrator.checkpoint.records import LARGE_BYTES_MAX, read_record
+from orchestrator.checkpoint.indexing import IndexBuilder, object_digests
+from orchestrator.checkpoint.records import LARGE_BYTES_MAX, read_in_order, read_record
 from orchestrator.checkpoint.slots import read_header
 from orchestrator.core.messages import CheckpointId
 from orchestrator.core.ownership import present_ranks
 from orchestrator.errors import AlreadyExistsError, DigestError, FormatError, NotFoundError, ProtocolError, StoreError
-from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.base import Entry, ObjectStore
 
 METADATA_KEY = "orchestrator"
+_METADATA_KINDS = {"parts": dict, "values": dict, "rank_values": dict, "gate": dict}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,96 +99,121 @@ def _check_same(store: ObjectStore, key: str, data: memoryview, digests: list[in
 
 
 def _receipt(place: ShardPlace, data: memoryview, digests: list[int]) -> fmt.Receipt:
-    metadata, header_bytes, header = shard_metadata(place.shard_key, data)
-    tensors = {
-        name: fmt.ShardTensor(
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            chunks=tuple(_chunk(place, chunk, header, header_bytes) for chunk in entry["chunks"]),
-        )
-        for name, entry in metadata["tensors"].items()
-    }
-    size_bytes = len(data)
-    return fmt.Receipt(
-        version=fmt.FORMAT_VERSION,
-        job=place.job,
-        generation=place.checkpoint.generation,
-        step=place.checkpoint.step,
-        world_size=place.world_size,
-        absent=place.absent,
-        shard=fmt.ShardRecord(
+    key, size_bytes = place.shard_key, len(data)
+    metadata, header_bytes, header = shard_metadata(key, data)
+    due = present_ranks(place.world_size, place.absent)[0]
+    try:
+        return fmt.Receipt(
+            version=fmt.FORMAT_VERSION,
+            job=place.job,
+            generation=place.checkpoint.generation,
+            step=place.checkpoint.step,
+            world_size=place.world_size,
+            absent=place.absent,
             rank=place.rank,
             size_bytes=size_bytes,
+            header_bytes=header_bytes,
             crc32c=combine(digests, size_bytes),
             blocks=fmt.pack_blocks(digests),
-        ),
-        tensors=tensors,
-        values=metadata["values"],
-        rank_values=metadata["rank_values"],
-        gate=fmt.Gate(**metadata["gate"]),
-    )
+            tensors=_table(key, header, metadata["parts"], size_bytes - header_bytes),
+            objects=object_digests(key, metadata["values"].get("objects", {})),
+            values=metadata["values"] if place.rank == due else None,
+            gate=fmt.Gate(**metadata["gate"]),
+        )
+    except (ValidationError, TypeError) as error:
+        raise FormatError(key, f"is not a shard of this project: {error}") from error
 
 
-def _chunk(place: ShardPlace, chunk: dict[str, Any], header: dict[str, Any], header_bytes: int) -> fmt.Chunk:
-    first, last = header[chunk["entry"]]["data_offsets"]
-    return fmt.Chunk(
-        rank=place.rank,
-        offsets=tuple(chunk["offsets"]),
-        lengths=tuple(chunk["lengths"]),
-        start=chunk["start"],
-        stop=chunk["stop"],
-        first_byte=header_bytes + first,
-        last_byte=header_bytes + last,
+def _table(key: str, header: dict[str, Any], parts: dict[str, Any], data_bytes: int) -> fmt.ShardTable:
+    """The header's entries as columns. Raises FormatError if they do not fill the file in their order."""
+    entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    shapes, starts, lengths, position = [], [], [], 0
+    try:
+        for name, entry in entries:
+            first, last = entry["data_offsets"]
+            length, left = divmod(last - first, fmt.DTYPE_BYTES[entry["dtype"]])
+            part = parts.get(name)
+            if first != position or left or length != fmt.element_count(entry["shape"]):
+                raise FormatError(key, f"is not a shard of this project: {name} is not where its shape puts it")
+            shapes.append(tuple(entry["shape"] if part is None else part["shape"]))
+            starts.append(0 if part is None else part["start"])
+            lengths.append(length)
+            position = last
+        dtypes = tuple(entry["dtype"] for _, entry in entries)
+    except (KeyError, ValueError, TypeError) as error:
+        raise FormatError(key, f"is not a shard of this project: {name}: {error}") from error
+    if position != data_bytes:
+        raise FormatError(key, f"is not a shard of this project: {position} bytes of tensors in {data_bytes}")
+    names = tuple(name for name, _ in entries)
+    return fmt.ShardTable(
+        names=names, dtypes=dtypes, shapes=tuple(shapes), starts=tuple(starts), lengths=tuple(lengths)
     )
 
 
 def shard_metadata(key: str, data: memoryview) -> tuple[dict[str, Any], int, dict[str, Any]]:
-    """(our metadata, header bytes, safetensors header) of a shard. Raises FormatError."""
+    """(our metadata, header bytes, safetensors header) of a shard, or of its beginning. Raises FormatError."""
     try:
         header_bytes, header = read_header(data)
-        metadata: dict[str, Any] = json.loads(header["__metadata__"][METADATA_KEY])
-    except (ProtocolError, KeyError, ValueError, TypeError) as error:
+        metadata = json.loads(header["__metadata__"][METADATA_KEY], parse_constant=fmt.refuse_constant)
+        kinds = [(metadata[name], kind) for name, kind in _METADATA_KINDS.items()]
+    except (ProtocolError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise FormatError(key, f"is not a shard of this project: {error}") from error
+    if not all(isinstance(value, kind) for value, kind in kinds):
+        raise FormatError(key, "is not a shard of this project: its metadata is of another form")
     return metadata, header_bytes, header
 
 
 # --------------------------------------------------------------------------------------------- the index
 
 
-def read_receipts(store: ObjectStore, checkpoint: CheckpointId) -> tuple[list[fmt.Receipt], dict[str, int]]:
-    """All receipts in a checkpoint's folder, and the sizes of all objects there. Raises FormatError, StoreError."""
+def draft_index(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | str:
+    """The index that the receipts make, or why they make none (yet).
+
+    Receipts are read one after another in the order of ranks, a bounded number ahead. Raises FormatError if they do
+    not belong together or do not cover every tensor exactly, StoreError.
+    """
     prefix = fmt.folder_key(checkpoint) + "/"
-    sizes = {entry.key: entry.size_bytes for entry in store.entries(prefix)}
-    receipts = [
-        _read_receipt(store, checkpoint, key)
-        for key in sizes
-        if key.endswith(".json") and key.rpartition("/")[2].startswith("shard-")
-    ]
-    return receipts, sizes
-
-
-def _read_receipt(store: ObjectStore, checkpoint: CheckpointId, key: str) -> fmt.Receipt:
-    receipt = fmt.load(fmt.Receipt, key, read_record(store, key, LARGE_BYTES_MAX))
-    of = CheckpointId(generation=receipt.generation, step=receipt.step)
-    if of != checkpoint or key != fmt.receipt_key(of, receipt.shard.rank, receipt.world_size):
-        raise FormatError(key, f"is the receipt of rank {receipt.shard.rank} of {receipt.world_size} of {of}")
-    return receipt
-
-
-def missing_for_commit(receipts: list[fmt.Receipt], sizes: dict[str, int], checkpoint: CheckpointId) -> str | None:
-    """Why the checkpoint may not be committed yet; None if it may."""
-    if not receipts:
+    entries = {entry.key: entry for entry in store.entries(prefix)}
+    listed = sorted(_receipt_entries(prefix, entries))
+    if not listed:
         return "no receipt is there"
-    first = receipts[0]
-    present = {receipt.shard.rank for receipt in receipts}
-    missing = sorted(set(present_ranks(first.world_size, first.absent)) - present)
-    if missing:
-        return f"{len(present)} of {first.world_size} receipts are there; ranks {missing} are missing"
-    for receipt in receipts:
-        key = fmt.shard_key(checkpoint, receipt.shard.rank, receipt.world_size)
-        if sizes.get(key) != receipt.shard.size_bytes:
-            return f"{key} has {sizes.get(key, 0)} bytes, its receipt says {receipt.shard.size_bytes}"
-    return None
+    ranks = {rank for rank, _, _ in listed}
+    builder = IndexBuilder(checkpoint)
+    for number, (key, data) in enumerate(read_in_order(store, [entry for *_, entry in listed], LARGE_BYTES_MAX)):
+        receipt = load_receipt(checkpoint, key, data)
+        problem = _missing(receipt, ranks) if number == 0 else None
+        shard_key = fmt.shard_key(checkpoint, receipt.rank, receipt.world_size)
+        shard = entries.get(shard_key)
+        size_bytes = 0 if shard is None else shard.size_bytes
+        if size_bytes != receipt.size_bytes:
+            problem = problem or f"{shard_key} has {size_bytes} bytes, its receipt says {receipt.size_bytes}"
+        if problem is not None:
+            return problem
+        builder.add(key, receipt, data)
+    return builder.finish()
+
+
+def _receipt_entries(prefix: str, entries: dict[str, Entry]) -> Iterator[tuple[int, int, Entry]]:
+    for key, entry in entries.items():
+        named = fmt.parse_receipt_name(key.removeprefix(prefix))
+        if named is not None:
+            yield (*named, entry)
+
+
+def _missing(first: fmt.Receipt, ranks: set[int]) -> str | None:
+    missing = sorted(set(present_ranks(first.world_size, first.absent)) - ranks)
+    if not missing:
+        return None
+    return f"{len(ranks)} of {first.world_size} receipts are there; ranks {missing} are missing"
+
+
+def load_receipt(checkpoint: CheckpointId, key: str, data: bytes) -> fmt.Receipt:
+    """Parse a receipt that was read from `key`. Raises FormatError if it is not that of its key."""
+    receipt = fmt.load_receipt(key, data)
+    of = CheckpointId(generation=receipt.generation, step=receipt.step)
+    if of != checkpoint or key != fmt.receipt_key(of, receipt.rank, receipt.world_size):
+        raise FormatError(key, f"is the receipt of rank {receipt.rank} of {receipt.world_size} of {of}")
+    return receipt
 
 
 def commit(store: ObjectStore, checkpoint: CheckpointId) -> bool:
@@ -192,19 +221,27 @@ def commit(store: ObjectStore, checkpoint: CheckpointId) -> bool:
 
     Raises StoreError with what is missing if it cannot be committed (yet).
     """
-    receipts, sizes = read_receipts(store, checkpoint)
-    problem = missing_for_commit(receipts, sizes, checkpoint)
-    if problem is not None:
-        raise StoreError(fmt.folder_key(checkpoint), problem)
-    return _decide(store, checkpoint, fmt.dump(fmt.build_index(receipts)))
+    decided = read_index(store, checkpoint)
+    if decided is not None:
+        return isinstance(decided, fmt.Index)
+    draft = draft_index(store, checkpoint)
+    if isinstance(draft, str):
+        raise StoreError(fmt.folder_key(checkpoint), draft)
+    return commit_draft(store, checkpoint, draft)
 
 
 def commit_whole(store: ObjectStore, checkpoint: CheckpointId) -> None:
     """Write the index if the receipts of all ranks are there, absent ones included; else do nothing."""
-    receipts, sizes = read_receipts(store, checkpoint)
-    whole = bool(receipts) and len(receipts) == receipts[0].world_size
-    if whole and missing_for_commit(receipts, sizes, checkpoint) is None:
-        _decide(store, checkpoint, fmt.dump(fmt.build_index(receipts)))
+    receipts = receipts_there(store, checkpoint)
+    if receipts and all(len(receipts) == world_size for _, world_size in receipts):
+        commit(store, checkpoint)
+
+
+def receipts_there(store: ObjectStore, checkpoint: CheckpointId) -> set[tuple[int, int]]:
+    """(rank, world size) of every receipt in a checkpoint's folder, by their names alone."""
+    prefix = fmt.folder_key(checkpoint) + "/"
+    entries = {entry.key: entry for entry in store.entries(prefix)}
+    return {(rank, world_size) for rank, world_size, _ in _receipt_entries(prefix, entries)}
 
 
 def abandon(store: ObjectStore, checkpoint: CheckpointId, reason: str) -> bool:
@@ -212,17 +249,25 @@ def abandon(store: ObjectStore, checkpoint: CheckpointId, reason: str) -> bool:
     record = fmt.AbandonedIndex(
         version=fmt.FORMAT_VERSION, generation=checkpoint.generation, step=checkpoint.step, reason=reason
     )
-    return _decide(store, checkpoint, fmt.dump(record))
+    return _decide(store, checkpoint, [fmt.dump(record)], committed=False)
 
 
-def _decide(store: ObjectStore, checkpoint: CheckpointId, body: bytes) -> bool:
+def commit_draft(store: ObjectStore, checkpoint: CheckpointId, draft: list[bytes]) -> bool:
+    """Create the index from a draft; True if the checkpoint is committed, False if it was abandoned before."""
+    return _decide(store, checkpoint, draft, committed=True)
+
+
+def _decide(store: ObjectStore, checkpoint: CheckpointId, pieces: list[bytes], *, committed: bool) -> bool:
     """Create the index; whoever was first is believed. True: committed."""
     key = fmt.index_key(checkpoint)
     try:
-        store.create(key, [body])
+        store.create(key, pieces)
     except AlreadyExistsError:
-        body = read_record(store, key, LARGE_BYTES_MAX)
-    return isinstance(fmt.load_index(key, body), fmt.Index)
+        decided = read_index(store, checkpoint)
+        if decided is None:
+            raise StoreError(key, "it was there a moment ago, and is gone") from None
+        return isinstance(decided, fmt.Index)
+    return committed
 
 
 def read_index(store: ObjectStore, checkpoint: CheckpointId) -> fmt.Index | fmt.AbandonedIndex | None:

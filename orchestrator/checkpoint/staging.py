@@ -35,7 +35,7 @@ class Metadata:
         """The JSON text of the header's metadata entry."""
         return json.dumps(
             {
-                "tensors": plan.chunk_table(),
+                "parts": plan.parts(),
                 "values": self.values,
                 "rank_values": self.rank_values,
                 "gate": self.gate,

@@ -226,7 +226,7 @@ def _index_as_dict(index: Index, *, tensors: bool) -> dict[str, Any]:
     }
     if tensors:
         found["tensors"] = {
-            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": len(tensor.chunks)}
+            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": len(index.chunks(name))}
             for name, tensor in index.tensors.items()
         }
     return found
@@ -253,7 +253,7 @@ def _element_count(index: Index) -> int:
 
 def _tensor_rows(index: Index) -> Iterator[tuple[object, ...]]:
     for name, tensor in sorted(index.tensors.items()):
-        yield name, tensor.dtype, " × ".join(map(str, tensor.shape)) or "one number", len(tensor.chunks)
+        yield name, tensor.dtype, " × ".join(map(str, tensor.shape)) or "one number", len(index.chunks(name))
 
 
 # ---------------------------------------------------------------------------------------------- verification

@@ -154,13 +154,9 @@ def _finish(now: _Open, first: EventRecord, base_step: int, start_seconds: float
 def tensor_digests(store: ObjectStore, index: fmt.Index) -> dict[str, str]:
     """crc32c and shape of every tensor of a checkpoint, however it is cut into shards."""
     parts: dict[str, list[tuple[int, bytes]]] = {name: [] for name in index.tensors}
+    chunks = [(name, chunk) for name in index.tensors for chunk in index.chunks(name) if chunk.start < chunk.stop]
     for shard in index.shards:
-        mine = [
-            (name, chunk)
-            for name, record in index.tensors.items()
-            for chunk in record.chunks
-            if chunk.rank == shard.rank and chunk.start < chunk.stop
-        ]
+        mine = [(name, chunk) for name, chunk in chunks if chunk.rank == shard.rank]
         pieces: dict[str, bytearray] = {name: bytearray(c.last_byte - c.first_byte) for name, c in mine}
         for window in verified_windows(store, index, shard, [(c.first_byte, c.last_byte) for _, c in mine]):
             for name, chunk in mine:

@@ -229,12 +229,12 @@ class _Program:
         index = read_committed(store, launch.base)
         weights = torch.empty(WEIGHTS, dtype=torch.int64)
         read_tensors(store, index, {"weights": weights})
-        return int(index.values["step"]), weights
+        return index.step, weights
 
     def _stage(self, launch: Launch, index: int, step: int, absent: tuple[int, ...]) -> int:
         reached("before-stage", rank=launch.rank, step=step)
         plan = _plan(launch.rank, launch.world_size, absent)
-        values = {"step": step}
+        values: dict[str, object] = {"objects": {}}
         gate = {"step": step, "lr": "", "data": None, "rng": ""}
         metadata = Metadata(values=values, rank_values={"rank": launch.rank, "step": step}, gate=gate)
         self._slots[index].stage(plan, {"weights": self._state}, metadata)

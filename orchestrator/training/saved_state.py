@@ -13,10 +13,10 @@ import torch
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.layout import Scope, ShardPlan, plan_shard
-from orchestrator.checkpoint.reader import read_committed
+from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_state, read_receipt
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.staging import Metadata, SlotFile
-from orchestrator.errors import FormatError, GateError, ProtocolError, StateError
+from orchestrator.errors import GateError, ProtocolError, StateError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 from orchestrator.training import rng
@@ -142,7 +142,8 @@ class SavedState:
         if base is None:
             return 0
         index = read_committed(store, base)
-        trees = {part.name: self._tree(index, part.name) for part in self._parts}
+        own = read_rank_state(store, index, index.by_rank[self._launch.rank]) if self._same_ranks(index) else None
+        trees = {part.name: self._tree(index, own, part.name) for part in self._parts}
         extra = sorted(set(index.values.get("objects", {})) - set(trees))
         if extra:
             raise StateError(extra[0], f"the checkpoint {base} has it, but attach was not given it")
@@ -153,14 +154,15 @@ class SavedState:
         read_tensors(store, index, targets | rng_targets)
         for part in self._parts:
             part.finish(trees[part.name], targets)
-        self._rng = self._saved_rng(index, rng_targets)
+        self._rng = None if own is None else self._saved_rng(own, rng_targets)
         self.restore_rng()
         self.restored = True
         self._step = index.step
-        self._check_gate(index)
+        saved = own or read_receipt(store, index, index.shards[0])
+        self._check_gate(index, saved.gate, same=own is not None)
         return index.step
 
-    def _tree(self, index: fmt.Index, name: str) -> Any:
+    def _tree(self, index: fmt.Index, own: RankState | None, name: str) -> Any:
         remapped = index.world_size != self._launch.world_size
         if name == "data" and self._sampler is None and remapped:
             sizes = f"{index.world_size} ranks to {self._launch.world_size}"
@@ -168,19 +170,18 @@ class SavedState:
         objects = index.values.get("objects", {})
         if name in objects:
             return objects[name]
-        of_rank = index.rank_values.get(str(self._launch.rank), {}).get("objects", {})
-        if name not in of_rank:
-            raise StateError(name, f"the checkpoint {index.id} does not have it")
-        if remapped:
+        if name in index.rank_objects and remapped:
             raise StateError(
                 name,
                 f"it was different on each of {index.world_size} ranks; it cannot go to {self._launch.world_size}",
             )
-        return of_rank[name]
+        if name not in index.rank_objects or own is None or name not in own.objects:
+            raise StateError(name, f"the checkpoint {index.id} does not have it")
+        return own.objects[name]
 
     def _same_ranks(self, index: fmt.Index) -> bool:
         """Whether this rank's own state (RNG) was saved for the same world size."""
-        return index.world_size == self._launch.world_size and str(self._launch.rank) in index.rank_values
+        return index.world_size == self._launch.world_size and self._launch.rank in index.by_rank
 
     def _rng_targets(self, index: fmt.Index) -> dict[str, torch.Tensor]:
         if not self._same_ranks(index):
@@ -189,12 +190,12 @@ class SavedState:
         names = [name for name in index.tensors if name.startswith(prefix)]
         return {name: torch.empty(index.tensors[name].shape, dtype=torch.uint8) for name in names}
 
-    def _saved_rng(self, index: fmt.Index, targets: Mapping[str, torch.Tensor]) -> rng.RngState | None:
+    def _saved_rng(self, own: RankState, targets: Mapping[str, torch.Tensor]) -> rng.RngState | None:
         if not targets:
             return None
         prefix = f"rank.{self._launch.rank:05d}.rng."
         tensors = {name.removeprefix(prefix): tensor for name, tensor in targets.items()}
-        return rng.RngState.from_parts(index.rank_values[str(self._launch.rank)]["rng"], tensors)
+        return rng.RngState.from_parts(own.rank_values["rng"], tensors)
 
     def restore_rng(self) -> None:
         """Set the generators as they were; after a change of world size, by the documented rule. Last of all."""
@@ -204,13 +205,9 @@ class SavedState:
         elif base is not None:
             rng.derive(base.generation, base.step, self._launch.rank, self._launch.world_size)
 
-    def _check_gate(self, index: fmt.Index) -> None:
+    def _check_gate(self, index: fmt.Index, saved: fmt.Gate, *, same: bool) -> None:
         """Compare what is there now with what the checkpoint says was there; after a remap without the RNG."""
-        same = self._same_ranks(index)
-        rank = str(self._launch.rank) if same else min(index.gates, key=int)
-        if rank not in index.gates:
-            raise FormatError(fmt.index_key(index.id), f"has no gate of rank {rank}")
-        saved, now = index.gates[rank], self._gate(index.step, rng.capture())
+        now = self._gate(index.step, rng.capture())
         compared = ("step", *GATE_PARTS) if same else ("step", "lr", "data")
         differing = [
             part for part in compared if part not in self._accept and getattr(saved, part) != getattr(now, part)

@@ -130,6 +130,21 @@ def test_a_missing_or_cut_shard_is_damage_with_its_name(store: ObjectStore, tmp_
     assert newest(store) == old
 
 
+@pytest.mark.parametrize("how", ["missing", "cut", "longer"])
+def test_a_receipt_that_is_not_whole_is_damage(store: ObjectStore, tmp_path: Path, how: str) -> None:
+    """Without its block digests nothing of a shard can be read."""
+    old, new = committed(store, tmp_path, 1, 10), committed(store, tmp_path, 1, 20, world_size=2)
+    key = fmt.receipt_key(new, 1, 2)
+    data = store.read(key)
+    store.delete(key)
+    if how != "missing":
+        store.create(key, [data[:-1] if how == "cut" else data + b" "])
+    entry = survey(store).entries[0]
+    assert entry.standing is Standing.DAMAGED
+    assert "shard-00001-of-00002.json " + ("is missing" if how == "missing" else "has ") in str(entry.problem)
+    assert newest(store) == old
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"version":1,"x":NaN}'])
 def test_a_damaged_index_is_damage(store: ObjectStore, tmp_path: Path, content: bytes) -> None:
     old, new = committed(store, tmp_path, 1, 10), committed(store, tmp_path, 1, 20)

@@ -12,55 +12,28 @@ import pytest
 from pydantic import BaseModel
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.chunks import Chunk
 from orchestrator.checkpoint.values import DEPTH_MAX, INT_BITS_MAX
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
+from tests.checkpoint.receipts import index_of, two
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 KEY = "checkpoints/g00000001-s0000000002/index.json"
 
 
-def receipt(
-    rank: int = 0, world_size: int = 2, *, elements: tuple[int, int] = (0, 4), objects: Any = None, **fields: Any
-) -> fmt.Receipt:
-    """A receipt of a shard that holds a part of the tensor `t`, 8 elements of F32."""
-    start, stop = elements
-    chunk = fmt.Chunk(
-        rank=rank,
-        offsets=(0,),
-        lengths=(8,),
-        start=start,
-        stop=stop,
-        first_byte=4096,
-        last_byte=4096 + 4 * (stop - start),
-    )
-    values: dict[str, Any] = {
-        "version": fmt.FORMAT_VERSION,
-        "job": "job",
-        "generation": 1,
-        "step": 2,
-        "world_size": world_size,
-        "absent": (),
-        "shard": fmt.ShardRecord(rank=rank, size_bytes=4112, crc32c=7, blocks=fmt.pack_blocks([7])),
-        "tensors": {"t": fmt.ShardTensor(dtype="F32", shape=(8,), chunks=(chunk,))},
-        "values": {"objects": objects or {}},
-        "rank_values": {"rng": {"python": "[]"}},
-        "gate": fmt.Gate(step=2, lr="lr", data=None, rng="rng"),
-    }
-    return fmt.Receipt(**{**values, **fields})
+def index_bytes() -> bytes:
+    """The index of two ranks."""
+    return index_of(two())
 
 
-def two(**fields: Any) -> list[fmt.Receipt]:
-    """Receipts of both ranks of a checkpoint."""
-    return [receipt(0, elements=(0, 4), **fields), receipt(1, elements=(4, 8), **fields)]
-
-
-def resealed(index: fmt.Index, change: Any) -> bytes:
+def resealed(data: bytes, change: Any) -> bytes:
     """The index after an edit by someone who knows the digest's rule."""
-    fields = json.loads(fmt.dump(index))
+    fields = json.loads(data)
     del fields["digest"]
     change(fields)
-    return fmt.canonical_json({**fields, "digest": crc32c.crc32c(fmt.canonical_json(fields))})
+    body = fmt.canonical_json(fields)[1:]
+    return fmt.seal([body]) + body
 
 
 # ------------------------------------------------------------------------------------------------------- keys
@@ -108,99 +81,25 @@ def test_the_order_of_checkpoints_is_by_generation_then_step() -> None:
     assert sorted(ids, key=str) == sorted(ids) == ids
 
 
-# ----------------------------------------------------------------------------------------------- index building
-
-
-def test_the_index_is_the_same_bytes_whatever_the_order_of_the_receipts(seed: int) -> None:
-    """W12: any agent may write the index; all write the same."""
-    draw = random.Random(seed)
-    receipts = [
-        receipt(rank, 8, elements=(rank, rank + 1), objects={"b": 1, "a": {"z": 1, "y": [2]}}) for rank in range(8)
-    ]
-    whole = fmt.dump(fmt.build_index(receipts))
-    for _ in range(10):
-        shuffled = draw.sample(receipts, len(receipts))
-        read = [fmt.load(fmt.Receipt, "receipt", fmt.dump(one)) for one in shuffled]
-        assert fmt.dump(fmt.build_index(read)) == whole
-    assert json.dumps(json.loads(whole), sort_keys=True, separators=(",", ":")).encode() == whole
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("job", "other"), ("generation", 2), ("step", 3), ("world_size", 4), ("absent", (1,))]
-)
-def test_receipts_that_do_not_belong_together_are_refused(field: str, value: Any) -> None:
-    """W2, W8: what another attempt left is never counted."""
-    with pytest.raises(FormatError, match=f"rank 1's receipt differs from rank 0's in .*{field}"):
-        fmt.build_index([receipt(0), receipt(1, elements=(4, 8), **{field: value})])
-
-
-@pytest.mark.parametrize("tensor", [{"dtype": "I32"}, {"shape": (9,)}, {"shape": (8, 1)}])
-def test_ranks_that_disagree_on_a_tensor_are_refused(tensor: dict[str, Any]) -> None:
-    one, other = two()
-    changed = other.tensors["t"].model_copy(update=tensor)
-    with pytest.raises(FormatError, match="t: the ranks disagree"):
-        fmt.build_index([one, other.model_copy(update={"tensors": {"t": changed}})])
-
-
-@pytest.mark.parametrize(
-    ("parts", "word"),
-    [
-        ([(0, 4), (5, 8)], "missing or written twice"),
-        ([(0, 4), (3, 8)], "missing or written twice"),
-        ([(0, 4), (0, 4)], "missing or written twice"),
-        ([(0, 4), (4, 7)], "7 of 8"),
-        ([(0, 4), (4, 9)], "9 of 8"),
-        ([(1, 4), (4, 8)], "missing or written twice"),
-    ],
-)
-def test_every_element_must_be_there_once(parts: list[tuple[int, int]], word: str) -> None:
-    """W2, F116: a shard of another attempt, or one that is lost, never makes a tensor of the wrong size."""
-    with pytest.raises(FormatError, match=word):
-        fmt.build_index([receipt(rank, elements=elements) for rank, elements in enumerate(parts)])
-
-
-def test_two_receipts_of_one_rank_are_refused() -> None:
-    with pytest.raises(FormatError, match=r"ranks \[0, 0\] of 2"):
-        fmt.build_index([receipt(0, elements=(0, 4)), receipt(0, elements=(4, 8))])
-
-
-def test_values_that_are_alike_stand_once_and_others_for_each_rank() -> None:
-    """F48: the state of an object that differs by rank is kept for each rank, not the first one's for all."""
-    ranks = [
-        receipt(rank, elements=(4 * rank, 4 * rank + 4), objects={"scheduler": {"lr": 1}, "data": {"at": rank}})
-        for rank in range(2)
-    ]
-    index = fmt.build_index(ranks)
-    assert index.values == {"objects": {"scheduler": {"lr": 1}}}
-    assert index.rank_values["0"] == {"rng": {"python": "[]"}, "objects": {"data": {"at": 0}}}
-    assert index.rank_values["1"]["objects"] == {"data": {"at": 1}}
-
-
-def test_an_object_that_only_some_ranks_have_belongs_to_them() -> None:
-    index = fmt.build_index([receipt(0), receipt(1, elements=(4, 8), objects={"extra": {"x": 1}})])
-    assert index.values == {"objects": {}}
-    assert index.rank_values["1"]["objects"] == {"extra": {"x": 1}}
-    assert index.rank_values["0"]["objects"] == {}
-
-
-def test_true_is_not_one_where_values_are_compared() -> None:
-    """JSON tells them apart, Python's == does not."""
-    ranks = [
-        receipt(rank, elements=(4 * rank, 4 * rank + 4), objects={"part": {"x": value}})
-        for rank, value in enumerate((True, 1))
-    ]
-    index = fmt.build_index(ranks)
-    assert index.rank_values["0"]["objects"]["part"]["x"] is True
-    assert index.rank_values["1"]["objects"]["part"]["x"] == 1
-
-
 # --------------------------------------------------------------------------------------------- index reading
 
 
 def test_an_index_is_read_back() -> None:
-    index = fmt.build_index(two())
-    assert fmt.load_index(KEY, fmt.dump(index)) == index
+    index = fmt.load_index(KEY, index_bytes())
+    assert isinstance(index, fmt.Index)
     assert index.id == CheckpointId(generation=1, step=2)
+    assert (index.world_size, index.absent, [shard.rank for shard in index.shards]) == (2, (), [0, 1])
+    assert index.chunks("t") == [Chunk(0, 0, 4, 4096, 4112), Chunk(1, 4, 8, 4096, 4112)]
+    with pytest.raises(KeyError):
+        index.chunks("u")
+
+
+def test_an_index_is_json_in_its_canonical_form_after_its_digest() -> None:
+    data = index_bytes()
+    fields = json.loads(data)
+    assert list(fields) == ["digest", *sorted(set(fields) - {"digest"})]
+    assert resealed(data, lambda same: None) == data
+    assert fields["digest"] == f"{crc32c.crc32c(data[data.index(b',') + 1 :]):08x}"
 
 
 def test_an_abandoned_index_is_read_back() -> None:
@@ -210,7 +109,7 @@ def test_an_abandoned_index_is_read_back() -> None:
 
 def test_every_truncation_is_found_out() -> None:
     """F22, F6: half an index is none."""
-    data = fmt.dump(fmt.build_index(two()))
+    data = index_bytes()
     for length in range(0, len(data), 7):
         with pytest.raises(FormatError):
             fmt.load_index(KEY, data[:length])
@@ -219,7 +118,7 @@ def test_every_truncation_is_found_out() -> None:
 def test_every_edit_is_found_out(seed: int) -> None:
     """F35: digests are inside the index, and cover it."""
     draw = random.Random(seed)
-    data = fmt.dump(fmt.build_index(two()))
+    data = index_bytes()
     for _ in range(300):
         position = draw.randrange(len(data))
         edited = bytearray(data)
@@ -229,16 +128,15 @@ def test_every_edit_is_found_out(seed: int) -> None:
 
 
 def test_a_changed_field_is_found_out_by_its_digest() -> None:
-    data = fmt.dump(fmt.build_index(two())).replace(b'"step":2', b'"step":3', 1)
+    data = index_bytes().replace(b'"step":2', b'"step":3', 1)
     with pytest.raises(DigestError, match="own digest"):
         fmt.load_index(KEY, data)
 
 
 @pytest.mark.parametrize("version", [0, 2, 99, None, "1", 1.5, [1]])
 def test_a_version_that_is_not_known_is_named(version: Any) -> None:
-    index = fmt.build_index(two())
     with pytest.raises(VersionError, match="newer release") as caught:
-        fmt.load_index(KEY, resealed(index, lambda fields: fields.update(version=version)))
+        fmt.load_index(KEY, resealed(index_bytes(), lambda fields: fields.update(version=version)))
     assert repr(version) in str(caught.value)
     with pytest.raises(VersionError):
         fmt.load_index(KEY, json.dumps({"version": version, "state": "abandoned"}).encode())
@@ -272,40 +170,86 @@ def test_rubbish_is_a_format_error(data: bytes) -> None:
         fmt.load_index(KEY, data)
     with pytest.raises(FormatError):
         fmt.load(fmt.Receipt, KEY, data)
+    with pytest.raises(FormatError):
+        fmt.load_receipt(KEY, data)
 
 
-def set_chunk(fields: dict[str, Any], **values: Any) -> None:
-    fields["tensors"]["t"]["chunks"][1].update(values)
+def tensor(**values: Any) -> Any:
+    """A change of the one tensor's entry."""
+    return lambda fields: fields["tensors"]["t"].update(values)
+
+
+def shard(place: int, **values: Any) -> Any:
+    """A change of one shard's entry."""
+    return lambda fields: fields["shards"][place].update(values)
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda fields: set_chunk(fields, rank=5), "outside the shard of rank 5"),
-        (lambda fields: set_chunk(fields, last_byte=1 << 40), "outside the shard of rank 1"),
-        (lambda fields: set_chunk(fields, first_byte=4111, last_byte=4100), "outside the shard"),
-        (lambda fields: set_chunk(fields, last_byte=4108), "do not match its elements"),
-        (lambda fields: set_chunk(fields, start=5), "missing or written twice"),
-        (lambda fields: set_chunk(fields, start=4, stop=1 << 40), "1099511627776 of 8"),
-        (lambda fields: set_chunk(fields, lengths=[4]), "not the whole tensor"),
-        (lambda fields: set_chunk(fields, offsets=[4]), "not the whole tensor"),
-        (lambda fields: set_chunk(fields, first_byte=-4), "greater than or equal to 0"),
-        (lambda fields: fields["tensors"]["t"].update(shape=[1 << 40]), "not the whole tensor"),
-        (lambda fields: fields["tensors"]["t"].update(dtype="F4"), "dtype 'F4' is unknown"),
-        (lambda fields: fields["tensors"]["t"].update(chunks=[]), "0 of 8"),
-        (lambda fields: fields["shards"].pop(), "outside the shard of rank 1"),
+        (tensor(shape=[1 << 40]), "its tensors take 4398046511104 bytes, its shards hold 32"),
+        (tensor(shape=[1 << 61, 1 << 61, 1 << 61]), "its shards hold 32"),
+        (tensor(shape=[1 << 62]), "less than or equal to"),
+        (tensor(shape=[-8]), "greater than or equal to 0"),
+        (tensor(dtype="F64"), "its tensors take 64 bytes"),
+        (tensor(dtype="F4"), "dtype 'F4' is unknown"),
+        (tensor(boxes=[]), "not permitted"),
+        (lambda fields: fields["tensors"].update(u={"dtype": "F32", "shape": [8], "series": "0*2:0+4@0"}), "take 64 b"),
+        (lambda fields: fields["tensors"].clear(), "its tensors take 0 bytes"),
+        (lambda fields: fields["shards"].pop(), "its shards hold 16"),
+        (lambda fields: fields["shards"].clear(), "its shards are of ranks"),
         (lambda fields: fields["shards"].append(fields["shards"][0]), "its shards are of ranks"),
-        (lambda fields: fields["shards"][1].update(rank=7), "its shards are of ranks"),
-        (lambda fields: fields["shards"][1].update(size_bytes=4100), "outside the shard of rank 1"),
+        (lambda fields: fields["shards"].reverse(), "its shards are of ranks"),
+        (shard(1, rank=7), "its shards are of ranks"),
+        (shard(1, size_bytes=4100), "its shards hold 20"),
+        (shard(1, header_bytes=4200), "header is larger than the shard"),
+        (shard(1, receipt_crc32c=-1), "greater than or equal to 0"),
         (lambda fields: fields.update(more=1), "not permitted"),
-        (lambda fields: fields.pop("gates"), "gates"),
+        (lambda fields: fields.pop("rank_objects"), "rank_objects"),
         (lambda fields: fields.update(step="2"), "step"),
+        (lambda fields: fields.update(world_size=1 << 40), "world_size"),
+        (lambda fields: fields.update(world_size=1), "its shards are of ranks"),
     ],
 )
 def test_an_index_that_does_not_fit_together_is_refused(change: Any, word: str) -> None:
-    """Readers allocate by an index and fill by it: one that would leave holes, or make them read elsewhere, is none."""
+    """Readers allocate by an index: one whose sizes are not those of its shards is none."""
     with pytest.raises(FormatError, match=word):
-        fmt.load_index(KEY, resealed(fmt.build_index(two()), change))
+        fmt.load_index(KEY, resealed(index_bytes(), change))
+
+
+@pytest.mark.parametrize(
+    ("series", "word"),
+    [
+        ("", "is not of the form"),
+        ("0*2:0+4", "is not of the form"),
+        ("0*2:0+4@0 ", "is not of the form"),
+        ("0*2:0+4@-4", "is not of the form"),
+        ("00*2:0+4@0", "is not of the form"),
+        ("0*2:0+4@0\n", "is not of the form"),
+        ("\u0660*2:0+4@0", "is not of the form"),
+        ("0*2:0+" + "9" * 30 + "@0", "is not of the form"),
+        ("0*1:0+4@0", "elements 4 to 8 of 8 are missing"),
+        ("1*1:4+4@0", "elements 0 to 4 of 8 are missing"),
+        ("0*1:0+3@0 1*1:4+4@0", "elements 3 to 4 of 8 are missing"),
+        ("0*1:0+4@0 1*1:3+4@0", "elements 3 to 4 are written twice"),
+        ("0*2:0+4@0 0*2:0+4@0", "elements 0 to 8 are written twice"),
+        ("0*2:0+5@0", "ends at element 10 of 8"),
+        ("0*2:4+4@0", "ends at element 12 of 8"),
+        ("0*9223372036854775807:0+0@0", "has an empty chunk"),
+        ("0*4:0+2@0", "4 ranks are said"),
+        ("1*2:0+4@0", "outside the shard of rank 2"),
+        ("0*2:0+4@4", "outside the shard of rank 0"),
+        ("0*2:0+4@9223372036854775807", "outside the shard of rank 0"),
+        ("0*1:0+8@0", "outside the shard of rank 0"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused_where_they_are_asked_for(series: str, word: str) -> None:
+    """Readers fill by the chunks: ones that would leave holes, or make them read elsewhere, are none."""
+    index = fmt.load_index(KEY, resealed(index_bytes(), tensor(series=series)))
+    assert isinstance(index, fmt.Index)
+    with pytest.raises(FormatError, match=word) as caught:
+        index.chunks("t")
+    assert str(caught.value).startswith(f"{KEY}: t: ")
 
 
 # ---------------------------------------------------------------------------------------------- block digests
@@ -352,8 +296,7 @@ def test_base_records_come_back(generation: int | None, step: int | None, expect
 
 
 RECORDS = (
-    fmt.Chunk,
-    fmt.ShardTensor,
+    fmt.ShardTable,
     fmt.TensorRecord,
     fmt.ShardRecord,
     fmt.Gate,
@@ -384,3 +327,33 @@ def test_what_is_written_down_is_true() -> None:
     assert set(dtypes.split(", ")) == set(fmt.DTYPE_BYTES)
     assert f"more than {DEPTH_MAX} deep" in text
     assert f"above {INT_BITS_MAX} bits" in text
+
+
+def example(beginning: str) -> bytes:
+    """The example on the page that begins so; its line breaks are the page's."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (block,) = [one for one in text.split("```") if one.startswith(f"\n{beginning}")]
+    return "".join(block.split("\n")).encode()
+
+
+def test_the_example_of_an_index_is_one() -> None:
+    index = fmt.load_index("checkpoints/g00000006-s0000001200/index.json", example('{"digest"'))
+    assert isinstance(index, fmt.Index)
+    found = index.chunks("model.embed.weight")
+    assert [(chunk.rank, chunk.start, chunk.stop) for chunk in found] == [
+        (0, 0, 16250),
+        (1, 16250, 32500),
+        (2, 32500, 48750),
+        (3, 48750, 64000),
+    ]
+    assert {name for name in index.tensors if index.chunks(name)} == set(index.tensors)
+
+
+def test_the_example_of_a_receipt_is_the_one_that_the_index_names() -> None:
+    data = example('{"absent"')
+    receipt = fmt.load_receipt("receipt", data)
+    index = fmt.load_index("index", example('{"digest"'))
+    assert isinstance(index, fmt.Index)
+    shard = index.by_rank[receipt.rank]
+    assert (shard.receipt_bytes, shard.receipt_crc32c) == (len(data), crc32c.crc32c(data))
+    assert fmt.dump(receipt) == data

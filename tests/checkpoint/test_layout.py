@@ -99,7 +99,7 @@ def test_ranks_share_the_bytes_equally() -> None:
     assert max(sizes) - min(sizes) <= 4
 
 
-def test_the_chunk_table_and_the_entries_name_the_same_tensors() -> None:
+def test_the_parts_say_what_the_entries_do_not() -> None:
     specs = [
         TensorSpec(name="a", dtype="F32", width=4, shape=(2, 3), scope=Scope.SHARED),
         TensorSpec(name="b", dtype="I64", width=8, shape=(), scope=Scope.SHARED),
@@ -111,12 +111,11 @@ def test_the_chunk_table_and_the_entries_name_the_same_tensors() -> None:
         "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [8, 32]},
         "c": {"dtype": "U8", "shape": [0, 4], "data_offsets": [32, 32]},
     }
-    table = alone.chunk_table()
-    assert set(table) == set(alone.entries())
-    assert table["a"]["chunks"] == [{"entry": "a", "offsets": [0, 0], "lengths": [2, 3], "start": 0, "stop": 6}]
-    half = plan(specs, 0, 2)
-    assert half.entries()["a"]["shape"] == [2]  # a part of a tensor has no shape but its length
-    assert half.chunk_table()["a"]["shape"] == [2, 3]
+    assert alone.parts() == {}
+    first, second = plan(specs, 0, 2), plan(specs, 1, 2)
+    assert first.entries()["a"]["shape"] == [2]  # a part of a tensor has no shape but its length
+    assert first.parts() == {"a": {"shape": [2, 3], "start": 0}}
+    assert second.parts() == {"a": {"shape": [2, 3], "start": 2}}
 
 
 def test_every_dtype_has_a_width_that_readers_know() -> None:

@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.reader import WINDOW_BYTES, Window, read_committed, verified_windows, verify
+from orchestrator.checkpoint.digest import crc
+from orchestrator.checkpoint.reader import (
+    WINDOW_BYTES,
+    Window,
+    read_committed,
+    read_rank_state,
+    verified_windows,
+    verify,
+)
+from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.save import abandon
 from orchestrator.errors import DigestError, FormatError, NotFoundError
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.shards import checkpoint_id, save, upload_all
-from tests.checkpoint.stores import CountingStore, CutStore, change_byte
+from tests.checkpoint.stores import CountingStore, CutStore, change_byte, replace
 
 ELEMENTS = 11 * fmt.BLOCK_BYTES // 4 + 123
 SHARD = "shard-00000-of-00001.safetensors"
@@ -51,6 +60,7 @@ def test_all_of_a_shard_is_read_once_in_order(saved: tuple[MemoryStore, fmt.Inde
     counting = CountingStore(store)
     (shard,) = index.shards
     windows = list(verified_windows(counting, index, shard, [(0, shard.size_bytes)]))
+    assert counting.reads.pop(0)[0] == fmt.receipt_key(index.id, 0, 1)
     assert b"".join(bytes(window.data) for window in windows) == store.read(fmt.shard_key(index.id, 0, 1))
     assert [window.start for window in windows] == [start for _, start, _ in counting.reads]
     assert [stop for _, _, stop in counting.reads] == [
@@ -73,7 +83,8 @@ def test_only_the_needed_blocks_are_read_and_each_once(saved: tuple[MemoryStore,
         windows = list(verified_windows(counting, index, shard, ranges))
         read = [
             block
-            for _, start, stop in counting.reads
+            for key, start, stop in counting.reads
+            if key.endswith(".safetensors")
             for block in range(start // fmt.BLOCK_BYTES, -(-(stop or 0) // fmt.BLOCK_BYTES))
         ]
         assert sorted(read) == read == sorted(blocks_of(ranges, shard.size_bytes)), ranges
@@ -148,13 +159,72 @@ def test_verify_reports_every_shard(tmp_path: Path) -> None:
     assert "shard-00002-of-00004.safetensors" in str(found[2])
 
 
-def test_verify_reports_digests_that_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["edited", "cut", "longer", "of another rank", "missing"])
+def test_a_receipt_that_was_replaced_after_the_commit_is_refused(tmp_path: Path, how: str) -> None:
+    """F35: the index has the digest of every receipt, so the block digests are those that were committed."""
+    store = MemoryStore()
+    index = save(store, tmp_path, {"x": torch.arange(100)}, world_size=2)
+    key = fmt.receipt_key(index.id, 1, 2)
+    data = store.read(key)
+    store.delete(key)
+    if how != "missing":
+        other = {
+            "edited": data.replace(b'"rng":"deadbeef"', b'"rng":"beefdead"'),
+            "cut": data[:-1],
+            "longer": data + b" ",
+            "of another rank": store.read(fmt.receipt_key(index.id, 0, 2)),
+        }[how]
+        store.create(key, [other])
+    problem = dict((shard.rank, problem) for shard, problem in verify(store, index))[1]
+    if how == "longer":  # what was committed is all there and is what is used; the listing shows the size
+        assert problem is None
+        return
+    word = "is missing" if how == "missing" else "is not the receipt that was committed"
+    assert "shard-00001-of-00002.json" in str(problem)
+    assert word in str(problem)
+    target = torch.zeros(100, dtype=torch.int64)
+    with pytest.raises((DigestError, NotFoundError), match=r"shard-00001-of-00002\.json"):
+        read_tensors(store, index, {"x": target})
+    with pytest.raises((DigestError, NotFoundError), match=r"shard-00001-of-00002\.json"):
+        read_rank_state(store, index, index.shards[1])
+    read_rank_state(store, index, index.shards[0])
+
+
+def test_a_receipt_that_the_index_names_must_still_be_of_its_shard(tmp_path: Path) -> None:
+    """Someone who can make digests: sizes are compared, and there must be a digest for each block."""
     store = MemoryStore()
     index = save(store, tmp_path, {"x": torch.arange(10)})
-    (shard,) = index.shards
-    broken = index.model_copy(update={"shards": (shard.model_copy(update={"blocks": "!"}),)})
-    ((_, problem),) = verify(store, broken)
-    assert "base64" in str(problem)
+    key = fmt.receipt_key(index.id, 0, 1)
+    receipt = fmt.load_receipt(key, store.read(key))
+    for change, word in (({"size_bytes": 1}, "other sizes"), ({"blocks": "!"}, "base64"), ({"blocks": ""}, "0 block")):
+        data = fmt.dump(receipt.model_copy(update=change))
+        replace(store, key, data)
+        named = {"receipt_bytes": len(data), "receipt_crc32c": crc(data)}
+        forged = index.model_copy(update={"shards": (index.shards[0].model_copy(update=named),)})
+        with pytest.raises(FormatError, match=word):
+            list(verified_windows(store, forged, forged.shards[0], [(0, 1)]))
+
+
+def test_what_is_one_ranks_alone_comes_from_its_own_shard(tmp_path: Path) -> None:
+    store = MemoryStore()
+    long = "x" * (3 << 20)  # a header of several blocks
+    index = save(
+        store,
+        tmp_path,
+        {"x": torch.arange(10)},
+        world_size=2,
+        rank_values=lambda rank: {"rng": {"of": rank, "long": long}},
+        values={"scheduler": {"at": 1}},
+    )
+    counting = CountingStore(store)
+    state = read_rank_state(counting, index, index.shards[1])
+    assert state.rank_values == {"rng": {"of": 1, "long": long}}
+    assert state.objects == {"scheduler": {"at": 1}}
+    assert state.gate.step == 2
+    assert {key for key, _, _ in counting.reads} == {fmt.receipt_key(index.id, 1, 2), fmt.shard_key(index.id, 1, 2)}
+    change_byte(store, fmt.shard_key(index.id, 1, 2), 2 << 20)
+    with pytest.raises(DigestError, match="block 2 "):
+        read_rank_state(store, index, index.shards[1])
 
 
 def test_only_what_is_committed_is_read(tmp_path: Path) -> None:
@@ -176,7 +246,7 @@ def test_windows_of_neighbouring_ranges_are_joined(saved: tuple[MemoryStore, fmt
     edges = [*range(0, shard.size_bytes, 50_000), shard.size_bytes]
     counting = CountingStore(store)
     list(verified_windows(counting, index, shard, list(itertools.pairwise(edges))))
-    assert len(counting.reads) == -(-shard.size_bytes // WINDOW_BYTES)
+    assert len(counting.reads) == 1 + -(-shard.size_bytes // WINDOW_BYTES)
     counting.reads.clear()
     list(verified_windows(counting, index, shard, [(0, fmt.BLOCK_BYTES), (fmt.BLOCK_BYTES, 2 * fmt.BLOCK_BYTES)]))
-    assert len(counting.reads) == 1
+    assert len(counting.reads) == 1 + 1

@@ -15,19 +15,21 @@ import torch
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint import save as saving
 from orchestrator.checkpoint.save import (
+    METADATA_KEY,
     abandon,
     commit,
+    draft_index,
     read_index,
-    read_receipts,
     shard_metadata,
     upload_shard,
 )
+from orchestrator.checkpoint.slots import build_header
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import DigestError, FormatError, StoreError, VersionError
 from orchestrator.storage.base import ObjectStore, Piece
 from orchestrator.storage.memory import MemoryStore
-from tests.checkpoint.shards import checkpoint_id, place, stage, upload, upload_all
-from tests.checkpoint.stores import CountingStore, at_once, new_store, replace
+from tests.checkpoint.shards import GATE, checkpoint_id, place, stage, upload, upload_all
+from tests.checkpoint.stores import CountingStore, CutStore, at_once, new_store, replace
 
 TENSORS = {"w": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(3, dtype=torch.float64)}
 SMALL = {"w": torch.arange(30, dtype=torch.float32)}
@@ -40,14 +42,27 @@ def test_the_receipt_says_what_is_in_the_shard(any_store: ObjectStore, tmp_path:
     data = stage(tmp_path, TENSORS)
     receipt = upload(any_store, place(), data)
     assert any_store.read(place().shard_key) == data
-    assert fmt.load(fmt.Receipt, "receipt", any_store.read(place().receipt_key)) == receipt
-    assert receipt.shard.size_bytes == len(data)
-    blocks = fmt.unpack_blocks("shard", receipt.shard.blocks, len(data))
+    assert fmt.load_receipt("receipt", any_store.read(place().receipt_key)) == receipt
+    assert receipt.size_bytes == len(data)
+    blocks = fmt.unpack_blocks("shard", receipt.blocks, len(data))
     assert len(blocks) == 2
-    assert receipt.shard.crc32c == crc32c.crc32c(data)
+    assert receipt.crc32c == crc32c.crc32c(data)
     assert blocks[0] == crc32c.crc32c(data[: fmt.BLOCK_BYTES])
-    (chunk,) = receipt.tensors["b"].chunks
-    assert data[chunk.first_byte : chunk.last_byte] == TENSORS["b"].numpy().tobytes()
+    table = receipt.tensors
+    assert (table.names, table.dtypes, table.shapes) == (("b", "w"), ("F64", "F32"), ((3,), (300_000,)))
+    assert (table.starts, table.lengths) == ((0, 0), (3, 300_000))
+    first = receipt.header_bytes
+    assert data[first : first + 24] == TENSORS["b"].numpy().tobytes()
+    assert data[first + 24 :] == TENSORS["w"].numpy().tobytes()
+
+
+def test_only_the_first_present_ranks_receipt_repeats_the_values(tmp_path: Path) -> None:
+    """Every rank has them alike, and they grow with the tensors; the others' receipts say by digest that they do."""
+    store = MemoryStore()
+    upload_all(store, tmp_path, SMALL, world_size=4, absent=(0,), values={"scheduler": {"at": 1}})
+    receipts = [fmt.load_receipt("receipt", store.read(place(rank, 4).receipt_key)) for rank in range(4)]
+    assert [one.values for one in receipts] == [None, {"objects": {"scheduler": {"at": 1}}}, None, None]
+    assert len({one.objects["scheduler"] for one in receipts}) == 1
 
 
 def test_the_shard_is_durable_before_its_receipt_is_written(tmp_path: Path) -> None:
@@ -113,6 +128,51 @@ def test_what_is_no_shard_gets_no_receipt(data: bytes) -> None:
     assert not any(entry.key.endswith(".json") for entry in store.entries(""))
 
 
+GOOD_ENTRIES = {
+    "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    "b": {"dtype": "U8", "shape": [4], "data_offsets": [8, 12]},
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "parts", "word"),
+    [
+        ({"a": {"data_offsets": [0, 4]}}, {}, "a is not where its shape puts it"),
+        ({"a": {"data_offsets": [4, 12]}}, {}, "a is not where its shape puts it"),
+        ({"b": {"data_offsets": [9, 13]}}, {}, "b is not where its shape puts it"),
+        ({"b": {"data_offsets": [4, 8]}}, {}, "b is not where its shape puts it"),
+        ({"b": {"shape": [5], "data_offsets": [8, 13]}}, {}, "13 bytes of tensors in 12"),
+        ({"b": {"shape": [1 << 40], "data_offsets": [8, 8 + (1 << 40)]}}, {}, "bytes of tensors in 12"),
+        ({"b": {"shape": [2], "dtype": "F16"}}, {}, ""),
+        ({"b": {"dtype": "F4"}}, {}, "b: 'F4'"),
+        ({"b": {"shape": None}}, {}, "b: "),
+        ({"b": {"data_offsets": [8]}}, {}, "b: "),
+        ({}, {"a": {"start": 0}}, "a: 'shape'"),
+        ({}, {"a": {"shape": [4]}}, "a: 'start'"),
+        ({}, {"a": 7}, "a: "),
+        ({}, [], "metadata is of another form"),
+    ],
+)
+def test_a_header_that_does_not_fill_its_file_gets_no_receipt(entries: Any, parts: Any, word: str) -> None:
+    """The table of a receipt is the header's: what does not fit there is never written down as durable."""
+    changed = {name: {**entry, **entries.get(name, {})} for name, entry in GOOD_ENTRIES.items()}
+    text = json.dumps({"parts": parts, "values": {}, "rank_values": {}, "gate": {**GATE}})
+    header = build_header(changed, {METADATA_KEY: text}, 4096)
+    store = MemoryStore()
+    if not word:
+        assert upload(store, place(), header + bytes(12)).tensors.lengths == (2, 2)
+        return
+    with pytest.raises(FormatError, match=f"is not a shard of this project: .*{word}"):
+        upload(store, place(), header + bytes(12))
+    assert not any(entry.key.endswith(".json") for entry in store.entries(""))
+
+
+def test_values_that_are_not_json_get_no_receipt() -> None:
+    text = '{"parts":{},"values":{"objects":{"a":NaN}},"rank_values":{},"gate":{}}'
+    with pytest.raises(FormatError, match="NaN is not JSON"):
+        upload(MemoryStore(), place(), build_header({}, {METADATA_KEY: text}, 4096))
+
+
 def test_a_foreign_safetensors_file_is_no_shard() -> None:
     header = json.dumps({"__metadata__": {"format": "pt"}, "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}})
     with pytest.raises(FormatError, match="not a shard of this project"):
@@ -167,7 +227,7 @@ def test_an_absent_rank_is_taken_in_if_it_made_it(tmp_path: Path, with_victim: b
     assert commit(store, checkpoint)
     index = read_index(store, checkpoint)
     assert isinstance(index, fmt.Index)
-    assert set(index.rank_values) == ({"0", "1", "2"} if with_victim else {"0", "1"})
+    assert set(index.by_rank) == ({0, 1, 2} if with_victim else {0, 1})
 
 
 def test_commit_looks_at_the_sizes_of_the_shards(tmp_path: Path) -> None:
@@ -247,6 +307,26 @@ def test_many_committers_over_a_folder_write_one_index(tmp_path: Path) -> None:
     ]
 
 
+def test_a_commit_reads_each_receipt_once_and_nothing_else(tmp_path: Path) -> None:
+    store = CountingStore(MemoryStore())
+    checkpoint = upload_all(store, tmp_path, SMALL, world_size=40)
+    store.reads.clear()
+    assert commit(store, checkpoint)
+    assert [key for key, _, _ in store.reads] == [place(rank, 40).receipt_key for rank in range(40)]
+    store.reads.clear()
+    assert commit(store, checkpoint)  # it is decided: nobody has to read them again
+    assert [key for key, _, _ in store.reads] == [fmt.index_key(checkpoint)]
+
+
+def test_a_receipt_that_shrinks_while_it_is_read_makes_no_index(tmp_path: Path) -> None:
+    inner = MemoryStore()
+    checkpoint = upload_all(inner, tmp_path, SMALL, world_size=2)
+    store = CutStore(inner, lambda key, start, stop: stop - 1 if key == place(1, 2).receipt_key else stop)
+    with pytest.raises(FormatError, match=r"shard-00001-of-00002\.json: has \d+ bytes, \d+ were listed"):
+        commit(store, checkpoint)
+    assert read_index(inner, checkpoint) is None
+
+
 # --------------------------------------------------------------------------------------- receipts that do not fit
 
 
@@ -272,7 +352,7 @@ def test_a_receipt_under_another_ones_key_is_refused(tmp_path: Path) -> None:
     upload_all(store, tmp_path, SMALL, world_size=2, without=(1,))
     moved(store, place(0, 2).receipt_key, place(1, 2).receipt_key)
     with pytest.raises(FormatError, match="is the receipt of rank 0 of 2"):
-        read_receipts(store, checkpoint_id())
+        draft_index(store, checkpoint_id())
 
 
 def test_a_receipt_of_another_step_is_refused(tmp_path: Path) -> None:
@@ -280,7 +360,7 @@ def test_a_receipt_of_another_step_is_refused(tmp_path: Path) -> None:
     upload(store, place(), stage(tmp_path, SMALL))
     moved(store, place().receipt_key, place(checkpoint=checkpoint_id(step=3)).receipt_key)
     with pytest.raises(FormatError, match="of g00000001-s0000000002"):
-        read_receipts(store, checkpoint_id(step=3))
+        draft_index(store, checkpoint_id(step=3))
 
 
 def test_an_index_under_another_ones_key_is_refused(tmp_path: Path) -> None:
@@ -312,7 +392,7 @@ def test_records_of_an_absurd_size_are_not_read(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(FormatError, match="is larger than 100"):
         read_index(store, checkpoint)
     with pytest.raises(FormatError, match="is larger than 100"):
-        read_receipts(store, checkpoint)
+        draft_index(store, checkpoint)
     assert store.reads == []
 
 

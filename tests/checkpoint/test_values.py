@@ -21,6 +21,7 @@ import pytest
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.values import DEPTH_MAX, INT_BITS_MAX, decode, encode
 from orchestrator.errors import FormatError, StateError
+from tests.checkpoint.receipts import index_of, read, receipt
 
 
 class Tensor:
@@ -45,22 +46,8 @@ def is_tensor(value: object) -> bool:
 
 def through_the_store(tree: Any) -> Any:
     """What receipt and index make of a JSON tree."""
-    receipt = fmt.Receipt(
-        version=fmt.FORMAT_VERSION,
-        job="job",
-        generation=1,
-        step=2,
-        world_size=1,
-        absent=(),
-        shard=fmt.ShardRecord(rank=0, size_bytes=0, crc32c=0, blocks=""),
-        tensors={},
-        values={"objects": {"part": json.loads(json.dumps(tree, allow_nan=False))}},
-        rank_values={},
-        gate=fmt.Gate(step=2, lr="", data=None, rng=""),
-    )
-    read = fmt.load(fmt.Receipt, "receipt", fmt.dump(receipt))
-    index = fmt.load_index("index", fmt.dump(fmt.build_index([read])))
-    assert isinstance(index, fmt.Index)
+    written = receipt(0, 1, rows=[], objects={"part": json.loads(json.dumps(tree, allow_nan=False))})
+    index = read(index_of([fmt.load_receipt("receipt", fmt.dump(written))]))
     return index.values["objects"]["part"]
 
 

@@ -32,10 +32,9 @@ def claim(store: ObjectStore, generation: int) -> None:
 def shard(rank: int, world_size: int, elements: int, step: int) -> bytes:
     """One rank's even part of a vector of 32-bit floats, as a shard file."""
     start, stop = rank * elements // world_size, (rank + 1) * elements // world_size
-    chunk = {"entry": TENSOR, "offsets": [0], "lengths": [elements], "start": start, "stop": stop}
     text = json.dumps(
         {
-            "tensors": {TENSOR: {"dtype": "F32", "shape": [elements], "chunks": [chunk]}},
+            "parts": {TENSOR: {"shape": [elements], "start": start}},
             "values": {"step": step},
             "rank_values": {},
             "gate": {"step": step, "lr": "0.1", "data": None, "rng": f"of rank {rank}"},

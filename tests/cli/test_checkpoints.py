@@ -150,6 +150,12 @@ def remove_shard(store: ObjectStore) -> None:
     shard_path(store, NEW, 1, 3).unlink()
 
 
+def edit_receipt(store: ObjectStore) -> None:
+    """A receipt with the same size, but not the one that was committed."""
+    path = path_of(store, fmt.receipt_key(NEW, 1, 3))
+    path.write_bytes(path.read_bytes().replace(b'"step":40', b'"step":41', 1))
+
+
 def truncate_index(store: ObjectStore) -> None:
     """Half an index."""
     path = index_path(store, NEW)
@@ -167,6 +173,7 @@ DAMAGES = [
     (edit_shard, "shard-00001-of-00003.safetensors DAMAGED: block 1 (bytes from 1048576) does not match", False),
     (lengthen_shard, "shard-00001-of-00003.safetensors DAMAGED: has", True),
     (remove_shard, "shard-00001-of-00003.safetensors DAMAGED: is missing", True),
+    (edit_receipt, "shard-00001-of-00003.json: is not the receipt that was committed: truncated, edited", False),
     (truncate_index, f"{NEW} DAMAGED: checkpoints/{NEW}/index.json: is not JSON (300 bytes): truncated", True),
     (edit_index, f"{NEW} DAMAGED: checkpoints/{NEW}/index.json: its content does not match its own digest", True),
 ]

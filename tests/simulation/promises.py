@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.reader import read_committed, verify
+from orchestrator.checkpoint.reader import read_committed, read_rank_state, verify
 from orchestrator.checkpoint.restore import read_tensors
-from orchestrator.checkpoint.save import missing_for_commit, read_receipts
+from orchestrator.checkpoint.save import draft_index, receipts_there
 from orchestrator.checkpoint.slots import WorkerPhase
 from orchestrator.core.messages import Action, CheckpointId, Commit, Decide, LaunchWorkers
 from orchestrator.errors import FormatError, OrchestratorError
@@ -97,8 +97,7 @@ class Promises:
         whole = set()
         for checkpoint in undecided:
             try:
-                receipts, sizes = read_receipts(store, checkpoint)
-                if missing_for_commit(receipts, sizes, checkpoint) is None:
+                if isinstance(draft_index(store, checkpoint), list):
                     whole.add(checkpoint)
             except FormatError:
                 continue
@@ -149,10 +148,9 @@ class Promises:
                     raise Violation(f"step {action.step} is decided, and rank {worker.rank} is past it at {step}")
 
     def _check_receipts(self, checkpoint: CheckpointId) -> None:
-        receipts, sizes = read_receipts(self.cluster.truth, checkpoint)
-        if fmt.index_key(checkpoint) in sizes:
+        if fmt.index_key(checkpoint) in self.cluster.truth._objects:
             return  # somebody was faster: the index that stands is believed
-        there = {receipt.shard.rank for receipt in receipts}
+        there = {rank for rank, _ in receipts_there(self.cluster.truth, checkpoint)}
         needed = set(range(self._world_size[checkpoint.generation])) - self._absent.get(checkpoint, frozenset())
         if not needed <= there:
             raise Violation(f"{checkpoint} is to be committed without the receipts of ranks {sorted(needed - there)}")
@@ -173,6 +171,6 @@ def check_state(store: MemoryStore, checkpoint: CheckpointId) -> None:
     read_tensors(store, index, {"weights": weights})
     if not torch.equal(weights, weights_at(checkpoint.step)):
         raise Violation(f"{checkpoint} was committed with values of another step")
-    staged = {int(values["step"]) for values in index.rank_values.values()}
+    staged = {int(read_rank_state(store, index, shard).rank_values["step"]) for shard in index.shards}
     if staged != {checkpoint.step}:
         raise Violation(f"{checkpoint} was committed by ranks that staged steps {staged}")

@@ -17,10 +17,10 @@ from torch import nn, optim
 from orchestrator import telemetry
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
-from orchestrator.checkpoint.reader import read_committed
+from orchestrator.checkpoint.reader import read_committed, read_rank_state
 from orchestrator.checkpoint.save import commit, shard_metadata
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import DigestError, FormatError, GateError, NotFoundError, RefusedError, StateError
+from orchestrator.errors import DigestError, GateError, NotFoundError, RefusedError, StateError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.training import rng
@@ -436,12 +436,13 @@ def test_absent_ranks_own_nothing_shared(store: MemoryStore, tmp_path: Path) -> 
     """What a victim holds alone is its generators; all else is with the others."""
     checkpoint = save_ranks(store, tmp_path, 3, lambda rank: adam(), without=(2,))
     index = read_committed(store, checkpoint)
-    assert {chunk.rank for tensor in index.tensors.values() for chunk in tensor.chunks} == {0, 1}
+    assert {chunk.rank for name in index.tensors for chunk in index.chunks(name)} == {0, 1}
     victim = state_of(launch(tmp_path, rank=2, world_size=3), **adam())
     size_bytes = victim.stage(0, 6, (2,))
     data = (tmp_path / "g1-r2.slot-0").read_bytes()[:size_bytes]
-    metadata, _, _ = shard_metadata("shard", memoryview(data))
-    assert set(metadata["tensors"]) == {"rank.00002.rng.torch"}
+    metadata, _, header = shard_metadata("shard", memoryview(data))
+    assert set(header) == {"__metadata__", "rank.00002.rng.torch"}
+    assert metadata["parts"] == {}
 
 
 def test_a_checkpoint_holds_what_the_design_says(store: MemoryStore, tmp_path: Path) -> None:
@@ -450,17 +451,9 @@ def test_a_checkpoint_holds_what_the_design_says(store: MemoryStore, tmp_path: P
     checkpoint = save_one(store, tmp_path, 1, **given, data=sampler_of(), thing=Holder({"x": 1}))
     index = read_committed(store, checkpoint)
     assert set(index.values["objects"]) == {"model", "optimizer", "data", "thing"}
-    assert set(index.rank_values["0"]) == {"objects", "rng"}
-    assert set(index.gates) == {"0"}
-    gate = index.gates["0"]
+    own = read_rank_state(store, index, index.shards[0])
+    assert set(own.rank_values) == {"rng"}
+    gate = own.gate
     assert gate.step == 1
     assert gate.data == sampler_of().digest()
     assert gate.rng == rng.digest(rng.capture())
-
-
-def test_an_index_without_gates_is_a_format_error(store: MemoryStore, tmp_path: Path) -> None:
-    checkpoint = save_one(store, tmp_path, 1, thing=Holder(1))
-    index = read_committed(store, checkpoint)
-    state = state_of(launch(tmp_path, generation=2, base=checkpoint), thing=Holder(0))
-    with pytest.raises(FormatError, match="gate"):
-        state._check_gate(index.model_copy(update={"gates": {}}))

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
-from orchestrator.checkpoint.reader import read_committed
+from orchestrator.checkpoint.reader import read_committed, read_receipt
 from orchestrator.checkpoint.slots import LeaveOutcome, WorkerPhase
 from orchestrator.core.messages import CheckpointId, Mode
 from orchestrator.errors import (
@@ -194,7 +194,7 @@ def test_a_fresh_job_trains_to_its_end_and_saves_there(stage: Stage) -> None:
     agent.look()
     assert agent.committed == [5]
     index = read_committed(stage.store, CheckpointId(generation=1, step=5))
-    assert index.gates["0"].step == 5
+    assert read_receipt(stage.store, index, index.shards[0]).gate.step == 5
     assert "optimizer.state.0.weight.exp_avg" in index.tensors
 
 
