@@ -2,7 +2,7 @@
 
 `SimulatedCluster` owns nodes and runs (a run is a supervisor with its scheduler); faults are its methods, so that a
 test, or a user's own, can tell a story: lose this node, cut that one off, kill the supervisor, let the store fail.
-What must hold all along is not checked here: `SimulatedCluster.on_write` and `on_action` tell whoever checks.
+What must hold all along is not checked here: `on_write`, `on_action` and `on_record` tell whoever checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.agent.node import Agent
 from orchestrator.agent.ports import AgentPorts
 from orchestrator.agent.settings import AgentSettings
-from orchestrator.core.messages import Action, Finish, NoticeKind, NoticeReceived
+from orchestrator.core.messages import Action, Event, Finish, NoticeKind, NoticeReceived
 from orchestrator.core.states import JobSpec
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.storage.base import ObjectStore
@@ -157,6 +157,7 @@ class SimulatedRun:
         def emit(record: EventRecord) -> None:
             if process.alive:
                 self.records.append(record)
+                self.cluster.on_record(self, record)
 
         supervisor = Supervisor(
             self.cluster.spec,
@@ -181,14 +182,23 @@ class SimulatedRun:
 
     def _let_it_stall(self, supervisor: Supervisor) -> None:
         """Events that come in while the process stands still are taken in afterwards, all at once."""
-        take_in = supervisor.submit
+        take_in, held = supervisor.submit, list[Event]()
 
-        def submit(event: object) -> None:
-            wait = self.stalled_until_seconds - self.cluster.loop.now
-            if wait <= 0:
-                take_in(event)  # type: ignore[arg-type]
-            else:
-                self.cluster.loop.call_later(wait + 1e-6, submit, event)
+        def submit(event: Event) -> None:
+            if not held and self.cluster.loop.now >= self.stalled_until_seconds:
+                take_in(event)
+                return
+            if not held:
+                self.cluster.loop.call_at(self.stalled_until_seconds, go_on)
+            held.append(event)
+
+        def go_on() -> None:
+            if self.cluster.loop.now < self.stalled_until_seconds:
+                self.cluster.loop.call_at(self.stalled_until_seconds, go_on)
+                return
+            for event in held:
+                take_in(event)
+            held.clear()
 
         supervisor.submit = submit  # type: ignore[method-assign]
         supervisor.links._submit = submit
@@ -255,6 +265,7 @@ class SimulatedCluster:
         self.finished = asyncio.Event()
         self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
         self.on_write: Callable[[str, bytes, SimulatedProcess], None] = lambda *_: None
+        self.on_record: Callable[[SimulatedRun, EventRecord], None] = lambda *_: None
         self.on_action: Callable[[SimulatedRun, Action], None] = lambda *_: None
         self._names = 0
 

@@ -156,9 +156,10 @@ class SimulatedRuntime:
         """Workers that run."""
         return [process for process in self._processes.values() if process.alive]
 
-    def crash(self, process: SimulatedProcess) -> None:
-        """A worker dies by itself."""
-        process.kill()
+    def is_alive(self, worker: Worker) -> bool:
+        """Whether it runs, whatever its agent believes."""
+        process = self._processes.get(worker.pid)
+        return process is not None and process.alive
 
 
 class _Program:

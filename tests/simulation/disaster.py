@@ -7,6 +7,7 @@ that does not get to its end, with its last step committed, once the faults have
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -102,7 +103,7 @@ class Disaster:
     async def run(self) -> None:
         """Until the job is done; Violation if it does not get there in time."""
         self.cluster.start_run("run-1", "owner")
-        for _ in range(self.random.randint(0, 6)):
+        for _ in range(self.random.randint(0, 8)):
             self.loop.call_later(self.random.uniform(0.3, FAULTS_UNTIL_SECONDS), self._fault)
         self.loop.call_later(FAULTS_UNTIL_SECONDS, self._calm)
         while not all(run.finish is not None for run in self.cluster.runs):
@@ -143,14 +144,14 @@ class Disaster:
             (1, self._worker_dies),
             (2, self._supervisor_dies),
             (1, self._network),
-            (1, self._store),
-            (2, self._named_point),
+            (2, self._store),
+            (3, self._named_point),
             (1, self._clocks),
             (1, self._request),
             (1, self._stall),
             (1, self._twin),
-            (1, self._sweep),
-            (1, self._rollback),
+            (3, self._sweep),
+            (2, self._rollback),
         )
         weights = [weight for weight, _ in kinds]
         kind = self.random.choices([kind for _, kind in kinds], weights)[0]
@@ -195,7 +196,7 @@ class Disaster:
 
     def _supervisor_dies(self) -> None:
         """Alone, or with the host that its nodes are on."""
-        seconds, alone = self.random.choice((0.2, 1.0, 4.0, 12.0)), self.random.random() < 0.8
+        seconds, alone = self.random.choice((0.2, 1.0, 4.0, 12.0)), self.random.random() < 0.7
         self._run().kill(seconds, with_nodes=not alone)
 
     def _network(self) -> None:
@@ -256,7 +257,7 @@ class Disaster:
         """A sweeper with no patience at all: every undecided checkpoint is decided as abandoned, then deleted."""
         process = SimulatedProcess("sweeper")
         store = SimulatedStore(self.cluster.truth, self.cluster.weather, process, self.cluster.on_write)
-        self.loop.start_thread(process, lambda: sweep_quietly(store))
+        self.loop.start_thread(process, lambda: quietly(lambda: sweep(store)))
 
     def _rollback(self) -> None:
         """A person stops the job, goes back to an older step and starts it again."""
@@ -268,7 +269,7 @@ class Disaster:
         process = SimulatedProcess("rollback")
         store = SimulatedStore(self.cluster.truth, self.cluster.weather, process, self.cluster.on_write)
         target = self.random.choice(sorted(usable))
-        self.loop.call_later(0.5, self.loop.start_thread, process, lambda: roll_back(store, target))
+        self.loop.call_later(0.5, self.loop.start_thread, process, lambda: quietly(roll_back, store, target))
 
 
 def sweep(store: SimulatedStore) -> None:
@@ -278,12 +279,10 @@ def sweep(store: SimulatedStore) -> None:
             remove(store, checkpoint)
 
 
-def sweep_quietly(store: SimulatedStore) -> None:
-    """A failing store ends a sweep, and nothing else."""
-    try:
-        sweep(store)
-    except OrchestratorError:
-        return
+def quietly(work: Callable[..., None], *what: object) -> None:
+    """A failing store, or somebody faster, ends what a person or a sweeper does, and nothing else."""
+    with contextlib.suppress(OrchestratorError):
+        work(*what)
 
 
 def undecided(store: SimulatedStore) -> list[CheckpointId]:
@@ -313,10 +312,7 @@ def roll_back(store: SimulatedStore, target: CheckpointId) -> None:
         wall_seconds=0.0,
         rollback_to=target.step,
     )
-    try:
-        store.create(fmt.generation_key(number), [fmt.dump(record)])
-    except OrchestratorError:
-        return
+    store.create(fmt.generation_key(number), [fmt.dump(record)])
 
 
 def draw_spec(draw: random.Random) -> JobSpec:

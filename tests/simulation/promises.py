@@ -23,6 +23,7 @@ from orchestrator.checkpoint.slots import WorkerPhase
 from orchestrator.core.messages import Action, CheckpointId, Commit, Decide, LaunchWorkers
 from orchestrator.errors import FormatError, OrchestratorError
 from orchestrator.storage.memory import MemoryStore
+from orchestrator.telemetry import EventRecord
 from orchestrator.testing.simulated_cluster import SimulatedCluster, SimulatedRun
 from orchestrator.testing.simulated_time import SimulatedProcess
 from orchestrator.testing.simulated_workers import WEIGHTS, weights_at
@@ -55,6 +56,7 @@ class Promises:
         """From now on."""
         self.cluster.on_write = lambda key, content, process: self._checked(self._on_write, key, content, process)
         self.cluster.on_action = lambda run, action: self._checked(self._on_action, run, action)
+        self.cluster.on_record = lambda run, record: self._checked(self._on_record, record)
         self.cluster.training.on_leave = lambda generation, step: self._checked(self._on_leave, generation, step)
 
     def _checked(self, check: Callable[..., None], *what: object) -> None:
@@ -133,6 +135,12 @@ class Promises:
             case _:
                 pass
 
+    def _on_record(self, record: EventRecord) -> None:
+        if record.kind == "committed":
+            checkpoint = CheckpointId(generation=record.generation or 0, step=record.step or 0)
+            if checkpoint not in self.committed:
+                raise Violation(f"{checkpoint} is said to be committed, and the store says otherwise")
+
     def _check_nobody_is_past(self, run: SimulatedRun, action: Decide) -> None:
         for node in run.nodes.values():
             gang = node.agent._gang
@@ -140,6 +148,8 @@ class Promises:
                 continue
             for worker in gang.workers:
                 step = worker.control.step
+                if not node.runtime.is_alive(worker):
+                    continue
                 if step is None or step < action.step or worker.control.passed == action.step:
                     continue  # one that has waited in vain says so, and the step is abandoned
                 waits = worker.control.phase in (WorkerPhase.WAITING, WorkerPhase.STAGING)

@@ -1,0 +1,151 @@
+"""Known bugs, planted one at a time into the product, to show that the simulation finds them.
+
+Each is a function that takes a `pytest.MonkeyPatch`. Most of them are what a naive version of the protocol does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.agent.gang import LocalGang
+from orchestrator.agent.saves import LocalSaves
+from orchestrator.agent.uploads import Uploads
+from orchestrator.agent.workers import Worker
+from orchestrator.checkpoint import catalog, generations
+from orchestrator.checkpoint import save as saving
+from orchestrator.checkpoint.slots import Record
+from orchestrator.core import agreement, settling
+from orchestrator.core.messages import CheckpointId, Decide, Event, Mode, Refused
+from orchestrator.storage.base import ObjectStore
+from orchestrator.testing.simulated_store import SimulatedStore
+from orchestrator.training.boundary import Boundary, Passing
+from tests.simulation import disaster
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def step_without_the_echo(patch: pytest.MonkeyPatch) -> None:
+    """The naive rule: the highest step plus a margin, without hearing from every rank (W6)."""
+    patch.setattr(agreement, "agreed", lambda proposal, world_size: proposal.refused_by is None)
+
+
+def echo_from_the_agent(patch: pytest.MonkeyPatch) -> None:
+    """The agent says that the proposal has arrived; whether the worker reads it in time nobody knows."""
+
+    def observe(self: LocalGang, worker: Worker, echoed: list[int]) -> Iterator[Event]:
+        if self.record.proposed_step is not None and worker.news("echo", self.record.ballot):
+            echoed.append(worker.rank)
+        for event in real(self, worker, []):
+            if not isinstance(event, Refused):
+                yield event
+
+    real = LocalGang._observe_agreement
+    patch.setattr(LocalGang, "_observe_agreement", observe)
+
+
+def slot_reused_while_it_is_read(patch: pytest.MonkeyPatch) -> None:
+    """A slot becomes free as soon as its step is ordered, whoever still reads it."""
+    patch.setattr(Uploads, "reading", lambda self, path: False)
+    patch.setattr(LocalSaves, "may_free", lambda self, step: step in self._ordered)
+    patch.setattr(LocalGang, "holds", lambda self, worker, index, step: lambda: True)
+
+
+def two_attempts_in_one_generation(patch: pytest.MonkeyPatch) -> None:
+    """A restart takes the number that it has, without a claim (F80, W8)."""
+    real = generations.open_generation
+
+    def open_again(
+        store: ObjectStore, who: generations.Claimant, own: int | None, avoid: object, wall_seconds: float
+    ) -> generations.Opened:
+        if own is None:
+            return real(store, who, own, (), wall_seconds)
+        rolled = generations.roll_forward(store)
+        chosen = catalog.survey(store).newest()
+        return generations.Opened(
+            generation=own, base=None if chosen is None else chosen.id, rolled_forward=rolled, skipped=()
+        )
+
+    patch.setattr(generations, "open_generation", open_again)
+
+
+def committed_before_the_last_receipt(patch: pytest.MonkeyPatch) -> None:
+    """The index is asked for as soon as any shard is durable (F28)."""
+    patch.setattr(settling, "committable", lambda save, gone, now_seconds: bool(save.durable))
+
+
+def swept_without_deciding_the_index(patch: pytest.MonkeyPatch) -> None:
+    """A sweeper deletes what has no index, as if nobody could still write it (F72)."""
+
+    def sweep(store: SimulatedStore) -> None:
+        for checkpoint in disaster.undecided(store):
+            disaster.remove(store, checkpoint)
+
+    patch.setattr(disaster, "sweep", sweep)
+
+
+def rollback_not_bounding(patch: pytest.MonkeyPatch) -> None:
+    """What a person went back from is selected, and rolled forward, again."""
+    for module in (catalog, generations):
+        patch.setattr(module, "rollback_bound", lambda numbers, generation: float("inf"))
+
+
+def base_before_roll_forward(patch: pytest.MonkeyPatch) -> None:
+    """The base is chosen first; what was waiting for its index only is committed behind it."""
+    patch.setattr(generations, "roll_forward", lambda store: ())
+
+
+def leave_as_a_separate_word(patch: pytest.MonkeyPatch) -> None:
+    """Workers are told to leave apart from the step, and leave when they see it."""
+    decide, at = LocalGang.decide, Boundary.at
+
+    def decide_apart(self: LocalGang, action: Decide, deadline_seconds: float | None) -> None:
+        decide(self, replace(action, mode=Mode.STAY), deadline_seconds)
+        if action.mode is Mode.LEAVE:
+            self._publish(replace(self.record, mode=Mode.LEAVE))
+
+    def at_any_step(self: Boundary, step: int, *, final: bool) -> Passing:
+        passing = at(self, step, final=final)
+        record: Record = self._record
+        return Passing.LEAVE if record.mode is Mode.LEAVE and not final else passing
+
+    patch.setattr(LocalGang, "decide", decide_apart)
+    patch.setattr(Boundary, "at", at_any_step)
+
+
+def nobody_waits_for_the_decision(patch: pytest.MonkeyPatch) -> None:
+    """Workers echo, but go on at the proposed step when the decision is not there yet."""
+
+    def keep(self: Boundary, step: int, patience_seconds: float) -> Passing:
+        return self._stage_now(step) if self._record.decided_step == step else Passing.GO_ON
+
+    patch.setattr(Boundary, "_keep", keep)
+
+
+def index_not_believed(patch: pytest.MonkeyPatch) -> None:
+    """Whoever loses the race for the index believes itself all the same (W1)."""
+    real = saving._decide
+
+    def decide(store: ObjectStore, checkpoint: CheckpointId, pieces: list[bytes], *, committed: bool) -> bool:
+        real(store, checkpoint, pieces, committed=committed)
+        return committed
+
+    patch.setattr(saving, "_decide", decide)
+    patch.setattr(saving, "read_index", lambda store, checkpoint: None)
+
+
+PLANTED: tuple[Plant, ...] = (
+    step_without_the_echo,
+    echo_from_the_agent,
+    slot_reused_while_it_is_read,
+    two_attempts_in_one_generation,
+    committed_before_the_last_receipt,
+    swept_without_deciding_the_index,
+    rollback_not_bounding,
+    base_before_roll_forward,
+    leave_as_a_separate_word,
+    nobody_waits_for_the_decision,
+    index_not_believed,
+)
