@@ -64,9 +64,11 @@ class LocalGang:
         self.record = Record()
         self.refused_ballot = 0
         self.deadline_seconds: float | None = None
-        self.workers = [self._prepare(rank, objects_url, objects_token) for rank in self._ranks()]
+        self.workers = [self._prepare(rank, objects_url, objects_token) for rank in self.ranks]
 
-    def _ranks(self) -> range:
+    @property
+    def ranks(self) -> range:
+        """The ranks that live here."""
         return range(self.action.first_rank, self.action.first_rank + self.action.count)
 
     def _prepare(self, rank: int, objects_url: str, objects_token: str) -> Worker:

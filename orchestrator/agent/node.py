@@ -22,9 +22,11 @@ from orchestrator.agent import workers as processes
 from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
+from orchestrator.agent.handovers import HandOvers
 from orchestrator.agent.ports import AgentPorts, real_ports
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
+from orchestrator.agent.staged import NodeObjects
 from orchestrator.agent.uploads import Uploads
 from orchestrator.agent.wire import Channel, decode_action
 from orchestrator.agent.workers import Worker
@@ -38,6 +40,7 @@ from orchestrator.core.messages import (
     Decide,
     EndWorkers,
     Event,
+    HandOver,
     LaunchWorkers,
     NodeJoined,
     NoticeKind,
@@ -90,6 +93,7 @@ class Agent:
         )
         self._actions = StoreActions(settings, ports.store, ports.clock)
         self._uploads = Uploads(ports.store, ports.clock, settings.workers)
+        self._hand_overs = HandOvers(settings, ports, self._uploads, self._post)
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
         self._objects_url = ""
@@ -105,7 +109,9 @@ class Agent:
     async def run(self, handle_signals: bool = True) -> str:
         """Serve until dismissed; returns why it ended."""
         self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._objects_url = await self._ports.object_server.start(self._ports.store, self._objects_token, "127.0.0.1")
+        objects = NodeObjects(self._ports.store, self._staged_slot)
+        tokens = (self._objects_token, self._settings.token)  # of this node's workers, and of peers
+        self._objects_url = await self._ports.object_server.start(objects, tokens, self._settings.address)
         if handle_signals:
             for number in NOTICE_SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -144,7 +150,9 @@ class Agent:
         now = self._clock.monotonic()
         adopts = self._settings.attach_folder is not None
         running = None if self._gang is None or adopts else self._gang.returned(self._saves)
-        self._post(NodeJoined(node=self._settings.node, workers=self._settings.workers, returned=running))
+        settings = self._settings
+        url = self._objects_url
+        self._post(NodeJoined(node=settings.node, workers=settings.workers, objects_url=url, returned=running))
         for notice, since in self._notices.values():
             left = notice.remaining_seconds
             self._post(replace(notice, remaining_seconds=None if left is None else left - (now - since)))
@@ -255,6 +263,8 @@ class Agent:
                 self._spawn(self._report(self._actions.commit(action)))
             case Abandon():
                 self._spawn(self._report(self._actions.abandon(action)))
+            case HandOver():
+                self._spawn(self._hand_overs.take(action))
             case RecordEnd():
                 self._spawn(self._report(self._actions.record_end(action)))
             case LaunchWorkers() | TakeBack() | Prepare() | Decide() | EndWorkers() | Upload() | Settled():
@@ -420,17 +430,28 @@ class Agent:
         )
         self._post(done)
         gang = self._gang
-        if gang is None or gang.generation != generation:
+        if gang is None or gang.generation != generation or place.rank not in gang.ranks:
             return
         self._saves.uploaded(done)
         gang.worker_of(place.rank).news(f"uploaded-{step}", 1)
         if self._alone(self._clock.monotonic()):
             await self._actions.commit_alone(place.checkpoint)
 
+    # -- hand-over ---------------------------------------------------------------------------------------
+
+    def _staged_slot(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:
+        """Where one of this node's shards is staged, if it is."""
+        gang = self._gang
+        if gang is None or gang.generation != checkpoint.generation:
+            return None
+        slots = gang.staged_slots(checkpoint.step)
+        return next(((worker.slot_paths[index], size) for worker, index, size in slots if worker.rank == rank), None)
+
     def _forget_upload(self, generation: int, step: int, rank: int) -> None:
         """It failed: whoever orders it again gets it."""
-        if self._gang is not None and self._gang.generation == generation:
-            self._gang.worker_of(rank).reported.pop(f"upload-{step}", None)
+        gang = self._gang
+        if gang is not None and gang.generation == generation and rank in gang.ranks:
+            gang.worker_of(rank).reported.pop(f"upload-{step}", None)
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:

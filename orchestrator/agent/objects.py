@@ -53,9 +53,9 @@ class HttpObjectServer:
     def __init__(self) -> None:
         self._runner: web.AppRunner | None = None
 
-    async def start(self, store: ObjectStore, token: str, address: str) -> str:
-        """Listen at the address; returns the URL."""
-        app = web.Application(middlewares=[token_middleware(token)])
+    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
+        """Listen at the address, for whoever has one of the tokens; returns the URL."""
+        app = web.Application(middlewares=[token_middleware(*tokens)])
         app.add_routes(object_routes(store))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
@@ -69,19 +69,19 @@ class HttpObjectServer:
             await self._runner.cleanup()
 
 
-def token_middleware(token: str) -> Middleware:
-    """Lets only requests through that carry `Authorization: Bearer {token}`; all others get 401.
+def token_middleware(*tokens: str) -> Middleware:
+    """Lets only requests through that carry `Authorization: Bearer {one of the tokens}`; all others get 401.
 
-    Raises ConfigError when the token is empty.
+    Raises ConfigError when a token is empty.
     """
-    if not token:
+    if not all(tokens) or not tokens:
         raise ConfigError("the token is empty; it would let everyone in")
-    expected = f"Bearer {token}".encode()
+    expected = [f"Bearer {token}".encode() for token in tokens]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, expected):
+        if not any([hmac.compare_digest(given, one) for one in expected]):  # a list: all are compared, always
             raise web.HTTPUnauthorized(text="the token is missing or wrong", headers={hdrs.WWW_AUTHENTICATE: "Bearer"})
         return await handler(request)
 

@@ -16,6 +16,7 @@ from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import ProcessRuntime, Worker
 from orchestrator.clock import Clock, SystemClock
 from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.peers import PeerStore
 
 OnExit = Callable[[Worker], None]
 
@@ -39,8 +40,8 @@ class Runtime(Protocol):
 class ObjectServer(Protocol):
     """Serves a store to this node's workers and peers, who hold no credentials."""
 
-    async def start(self, store: ObjectStore, token: str, address: str) -> str:
-        """Listen at the address; returns the URL."""
+    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
+        """Listen at the address, for whoever has one of the tokens; returns the URL."""
         ...
 
     async def stop(self) -> None:
@@ -57,6 +58,8 @@ class AgentPorts:
     connect: Connect
     runtime: Runtime
     object_server: ObjectServer
+    open_peer: Callable[[str, str], ObjectStore]
+    """(URL, token) → what another node's object server serves."""
     look_seconds_busy: float = 0.005
     """Between two looks at the control blocks while an agreement is open."""
     look_seconds_idle: float = 0.05
@@ -70,4 +73,5 @@ def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
         connect=WebSocketConnector(settings),
         runtime=ProcessRuntime(),
         object_server=HttpObjectServer(),
+        open_peer=PeerStore,
     )

@@ -6,6 +6,7 @@ Combining uses that crc32c is linear over GF(2): appending n zero bytes to a mes
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -16,9 +17,9 @@ from orchestrator.checkpoint.format import BLOCK_BYTES
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
 
 
-def crc(data: bytes | bytearray | memoryview) -> int:
-    """crc32c of the bytes."""
-    return int(_crc32c.crc32c(data))
+def crc(data: bytes | bytearray | memoryview | mmap.mmap, before: int = 0) -> int:
+    """crc32c of the bytes, or of them and all bytes before, whose crc32c is given."""
+    return int(_crc32c.crc32c(data, before))
 
 
 def block_digests(data: memoryview) -> list[int]:

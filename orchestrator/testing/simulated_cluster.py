@@ -20,13 +20,14 @@ from orchestrator.agent.ports import AgentPorts
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.core.messages import Action, Event, Finish, NoticeKind, NoticeReceived
 from orchestrator.core.states import JobSpec
+from orchestrator.errors import StoreError
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.telemetry import EventLog, EventRecord
 from orchestrator.testing.simulated_network import SimulatedNetwork, SimulatedSocket
-from orchestrator.testing.simulated_store import SimulatedStore, Weather
+from orchestrator.testing.simulated_store import SimulatedPeer, SimulatedStore, Weather
 from orchestrator.testing.simulated_time import SimulatedClock, SimulatedLoop, SimulatedProcess
 from orchestrator.testing.simulated_workers import SimulatedRuntime, Training
 
@@ -64,9 +65,8 @@ class _ObjectServer:
         self._training = training
         self._url = url
 
-    async def start(self, store: ObjectStore, token: str, address: str) -> str:
+    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
         """See the port."""
-        assert isinstance(store, SimulatedStore)
         self._training.object_stores[self._url] = store
         return self._url
 
@@ -326,9 +326,16 @@ class SimulatedCluster:
             connect=connect,
             runtime=node.runtime,
             object_server=_ObjectServer(self.training, f"simulated:{node.name}"),
+            open_peer=lambda url, _: self._peer(url),
             look_seconds_busy=self.limits.look_seconds / 4,
             look_seconds_idle=self.limits.look_seconds,
         )
+
+    def _peer(self, url: str) -> ObjectStore:
+        store = self.training.object_stores.get(url)
+        if store is None:
+            raise StoreError(url, "no such node (simulated)")
+        return SimulatedPeer(store, self.weather)
 
     def _written(self, key: str, content: bytes, process: SimulatedProcess) -> None:
         self.on_write(key, content, process)
@@ -341,6 +348,7 @@ class SimulatedCluster:
 
     def end_node(self, node: SimulatedNode) -> None:
         """Everything on the machine is gone; nobody is told."""
+        self.training.object_stores.pop(f"simulated:{node.name}", None)
         node.process.kill()
         shutil.rmtree(node.staging, ignore_errors=True)
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from orchestrator.errors import StoreError
-from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.base import Entry, ObjectStore, Piece
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.testing.simulated_time import SimulatedProcess, pause
 
@@ -48,10 +48,6 @@ class SimulatedStore:
         self._weather = weather
         self._process = process
         self._written = written
-
-    def seen_by(self, process: SimulatedProcess) -> SimulatedStore:
-        """The same store as another process sees it."""
-        return SimulatedStore(self._truth, self._weather, process, self._written)
 
     @property
     def url(self) -> str:
@@ -101,3 +97,38 @@ class SimulatedStore:
         self._before(key)
         self._truth.delete(key)
         self._after(key)
+
+
+class SimulatedPeer:
+    """What another node's object server serves, over the network: slow, but not subject to the store's weather."""
+
+    def __init__(self, objects: ObjectStore, weather: Weather) -> None:
+        self._objects = objects
+        self._weather = weather
+
+    @property
+    def url(self) -> str:
+        """See the port."""
+        return self._objects.url
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        """See the port."""
+        self._objects.create(key, pieces)
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See the port."""
+        pause(self._weather.latency())
+        return self._objects.read(key, start, stop)
+
+    def size(self, key: str) -> int:
+        """See the port."""
+        pause(self._weather.latency())
+        return self._objects.size(key)
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """See the port."""
+        return self._objects.entries(prefix)
+
+    def delete(self, key: str) -> None:
+        """See the port."""
+        self._objects.delete(key)

@@ -23,8 +23,8 @@ from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
 from orchestrator.checkpoint.staging import Metadata, SlotFile
 from orchestrator.errors import FormatError, NotFoundError, StoreError
+from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
-from orchestrator.testing.simulated_store import SimulatedStore
 from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, SimulatedThread, current_process
 from orchestrator.training.boundary import Boundary, Passing
 
@@ -89,7 +89,7 @@ class Training:
     on_leave: Callable[[int, int], None] = lambda generation, step: None
     """Told (generation, step) when a rank leaves for a decision."""
     groups: dict[int, Group] = field(default_factory=dict)
-    object_stores: dict[str, SimulatedStore] = field(default_factory=dict)
+    object_stores: dict[str, ObjectStore] = field(default_factory=dict)
     """Agents' object servers by URL."""
 
 
@@ -203,7 +203,9 @@ class _Program:
             now_ns=lambda: int(thread.loop.now * 1e9),
             sleep=lambda _: thread.pause(self._random.uniform(*LOOK_SECONDS)),
         )
-        control.set_slot_bytes(_plan(launch.rank, launch.world_size, ()).size_bytes)
+        plan = _plan(launch.rank, launch.world_size, ())
+        control.set_unique_bytes(plan.header_bytes)
+        control.set_slot_bytes(plan.size_bytes)
         control.set_info({"step": step, "until": self._training.until, "allowed_world_sizes": None})
         control.set_phase(WorkerPhase.RUNNING)
         boundary.start()
@@ -226,7 +228,7 @@ class _Program:
     def _restore(self, launch: Launch) -> tuple[int, torch.Tensor]:
         if launch.base is None:
             return 0, weights_at(0)
-        store = self._training.object_stores[launch.objects_url].seen_by(self._process)
+        store = self._training.object_stores[launch.objects_url]
         index = read_committed(store, launch.base)
         weights = torch.empty(WEIGHTS, dtype=torch.int64)
         read_tensors(store, index, {"weights": weights})

@@ -175,7 +175,7 @@ class Disaster:
         nodes = self.cluster.nodes()
         self.random.shuffle(nodes)
         for node in nodes[: self.random.choice((1, 1, 1, 2, 3))]:
-            seconds = self.random.choice((0.0, 0.3, 2.0, 6.0, 15.0))
+            seconds = self.random.choice((0.0, 0.3, 1.0, 2.0, 4.0, 6.0, 15.0))
             told = None if self.random.random() < 0.2 else seconds
             kind = self.random.choice((NoticeKind.PREEMPT, NoticeKind.PREEMPT, NoticeKind.MAINTENANCE, NoticeKind.HINT))
             notice_id = f"n{self.random.randrange(1 << 30)}"
