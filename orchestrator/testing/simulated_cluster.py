@@ -31,6 +31,8 @@ from orchestrator.testing.simulated_store import SimulatedPeer, SimulatedStore, 
 from orchestrator.testing.simulated_time import SimulatedClock, SimulatedLoop, SimulatedProcess
 from orchestrator.testing.simulated_workers import SimulatedRuntime, Training
 
+TURNS_TO_UNWIND_MAX = 50
+
 
 @dataclass(kw_only=True)
 class Limits:
@@ -270,8 +272,24 @@ class SimulatedCluster:
         self._names = 0
 
     def close(self) -> None:
-        """Give memory back."""
+        """Everything is killed and unwound, quietly; memory is given back and the loop closed."""
+        self.on_write, self.on_action, self.on_record = (lambda *_: None,) * 3
+        for run in self.runs:
+            for node in run.nodes.values():
+                node.process.kill()
+            if run.process is not None:
+                run.process.kill()
+        tasks = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
+        for task in tasks:
+            task.cancel()
+        for _ in range(TURNS_TO_UNWIND_MAX):
+            if not self.loop._ready and all(task.done() for task in tasks):  # type: ignore[attr-defined]
+                break
+            self.loop.call_later(0.2, lambda: None)
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.loop.close()
 
     def start_run(self, name: str, owner: str) -> SimulatedRun:
         """Give the command."""

@@ -29,7 +29,6 @@ from tests.simulation.promises import Promises, Violation
 
 FAULTS_UNTIL_SECONDS = 12.0
 LIMIT_SECONDS = 300.0
-TURNS_TO_UNWIND_MAX = 50
 
 
 @dataclass(kw_only=True)
@@ -76,21 +75,7 @@ class Disaster:
         set_point_hook(None)
         for run in self.cluster.runs:
             self.seen.update(f"event: {record.kind}" for record in run.records)
-            for node in run.nodes.values():
-                node.process.kill()
-            if run.process is not None:
-                run.process.kill()
-        tasks = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
-        for task in tasks:
-            task.cancel()
-        for _ in range(TURNS_TO_UNWIND_MAX):
-            if not self.loop._ready and all(task.done() for task in tasks):
-                break
-            self.loop.call_later(0.2, lambda: None)
-            self.loop.call_soon(self.loop.stop)
-            self.loop.run_forever()
         self.cluster.close()
-        self.loop.close()
 
     def _on_loop_problem(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         error = context.get("exception")
