@@ -23,12 +23,14 @@ from orchestrator.telemetry import set_point_hook
 from orchestrator.testing.faults import POINTS
 from orchestrator.testing.simulated_cluster import Limits, SimulatedCluster, SimulatedNode, SimulatedRun
 from orchestrator.testing.simulated_store import SimulatedStore
-from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, current_process, die_here
+from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, current_process, die_here, pause
 from orchestrator.testing.simulated_workers import Training
 from tests.simulation.promises import Promises, Violation
 
 FAULTS_UNTIL_SECONDS = 12.0
 LIMIT_SECONDS = 300.0
+SWEEP_SECONDS = 1.0
+ROLLBACK_UNTIL_SECONDS = 60.0
 
 
 @dataclass(kw_only=True)
@@ -90,6 +92,8 @@ class Disaster:
         self.cluster.start_run("run-1", "owner")
         for _ in range(self.random.randint(0, 8)):
             self.loop.call_later(self.random.uniform(0.3, FAULTS_UNTIL_SECONDS), self._fault)
+        if self.random.random() < 0.15:
+            self.loop.call_later(3.0, self._rollback)
         self.loop.call_later(FAULTS_UNTIL_SECONDS, self._calm)
         while not all(run.finish is not None for run in self.cluster.runs):
             self.cluster.finished.clear()
@@ -136,7 +140,6 @@ class Disaster:
             (1, self._stall),
             (1, self._twin),
             (3, self._sweep),
-            (2, self._rollback),
         )
         weights = [weight for weight, _ in kinds]
         kind = self.random.choices([kind for _, kind in kinds], weights)[0]
@@ -245,23 +248,28 @@ class Disaster:
         self.loop.start_thread(process, lambda: quietly(lambda: sweep(store)))
 
     def _rollback(self) -> None:
-        """A person stops the job, goes back to an older step and starts it again."""
+        """A person stops the job, goes back to an older step and starts it again; as soon as there is an older one."""
         run = self.cluster.runs[0]
-        usable = [checkpoint for checkpoint in self.promises.committed if self.promises.usable(checkpoint)]
-        if len(self.cluster.runs) > 1 or not usable or run.process is None or not run.process.alive or run.finish:
+        usable = sorted(filter(self.promises.usable, self.promises.committed))
+        if run.finish is not None or len(self.cluster.runs) > 1 or self.loop.now > ROLLBACK_UNTIL_SECONDS:
             return
+        if len(usable) < 2 or run.process is None or not run.process.alive:
+            self.loop.call_later(0.3, self._rollback)
+            return
+        self.seen["rollback"] += 1
         run.kill(1.0, with_nodes=True)
         process = SimulatedProcess("rollback")
         store = SimulatedStore(self.cluster.truth, self.cluster.weather, process, self.cluster.on_write)
-        target = self.random.choice(sorted(usable))
+        target = self.random.choice(usable[:-1])
         self.loop.call_later(0.5, self.loop.start_thread, process, lambda: quietly(roll_back, store, target))
 
 
 def sweep(store: SimulatedStore) -> None:
     """Rule 7: decide first, and only if that wins, delete."""
-    for checkpoint in undecided(store):
-        if not save.abandon(store, checkpoint, "swept"):
-            remove(store, checkpoint)
+    swept = [checkpoint for checkpoint in undecided(store) if not save.abandon(store, checkpoint, "swept")]
+    pause(SWEEP_SECONDS)
+    for checkpoint in swept:
+        remove(store, checkpoint)
 
 
 def quietly(work: Callable[..., None], *what: object) -> None:

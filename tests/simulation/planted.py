@@ -124,18 +124,6 @@ def nobody_waits_for_the_decision(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Boundary, "_keep", keep)
 
 
-def index_not_believed(patch: pytest.MonkeyPatch) -> None:
-    """Whoever loses the race for the index believes itself all the same (W1)."""
-    real = saving._decide
-
-    def decide(store: ObjectStore, checkpoint: CheckpointId, pieces: list[bytes], *, committed: bool) -> bool:
-        real(store, checkpoint, pieces, committed=committed)
-        return committed
-
-    patch.setattr(saving, "_decide", decide)
-    patch.setattr(saving, "read_index", lambda store, checkpoint: None)
-
-
 PLANTED: tuple[Plant, ...] = (
     step_without_the_echo,
     echo_from_the_agent,
@@ -147,5 +135,4 @@ PLANTED: tuple[Plant, ...] = (
     base_before_roll_forward,
     leave_as_a_separate_word,
     nobody_waits_for_the_decision,
-    index_not_believed,
 )
