@@ -172,6 +172,11 @@ class LocalGang:
         return any(not worker.exited for worker in self.workers)
 
     @property
+    def trains(self) -> bool:
+        """Whether any worker lives that does not only wait for the word that it may go."""
+        return any(not worker.exited and worker.control.phase is not WorkerPhase.LEFT for worker in self.workers)
+
+    @property
     def waiting_for_echo(self) -> bool:
         """Whether an agreement is open, so that looking often pays."""
         if self.record.proposed_step is not None:

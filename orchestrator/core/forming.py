@@ -46,10 +46,10 @@ def consider(turn: Turn) -> None:
     job = turn.job
     if job.phase is not Phase.GATHERING:
         return
-    if job.ending is not None and not (job.ending.outcome is Outcome.DRAINED and (job.expected or job.returned)):
-        finishing.conclude(turn)
-        return
     if returning.decide(turn):
+        return
+    if job.ending is not None:
+        finishing.conclude(turn)
         return
     _give_back(turn)
     request_missing(turn)

@@ -36,7 +36,23 @@ def on_progress(turn: Turn, event: Progress) -> None:
         facts = turn.facts(seconds=None if since is None else turn.now - since)
         turn.note("first good step", f"step {job.lowest_step} is done", step=job.lowest_step, facts=facts)
         turn.set(broken_at_seconds=None)
+    if job.taken_back:
+        _find_missed(turn, event)
     drive(turn)
+
+
+def _find_missed(turn: Turn, event: Progress) -> None:
+    """A gang that was taken back has told of all its shards: who is past a decided step without one will not stage it.
+
+    It was settled, and not every node had heard of it when the earlier supervisor died. The index says how.
+    """
+    save = settling.staging_save(turn)
+    if save is None:
+        return
+    for rank in event.ranks:
+        if rank.step > save.id.step and rank.rank not in save.staged | save.given_up:
+            on_passed(turn, Passed(node=event.node, generation=event.generation, step=save.id.step, rank=rank.rank))
+            return
 
 
 def on_echoed(turn: Turn, event: Echoed) -> None:
