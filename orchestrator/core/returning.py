@@ -72,7 +72,8 @@ def _take_back(turn: Turn, members: list[GangReturned]) -> None:
         gang=gang,
         members=gang.nodes,
         base=base,
-        ranks=Ranks.starting(gang.world_size, base_step),
+        ranks=_ranks(gang, base_step, members),
+        progress_at_seconds=turn.now,
         newest_committed=newest,
         ballot=max(event.ballot for event in members),
         saves={save.id: save for save in saves.values()},
@@ -109,6 +110,15 @@ def _gang_of(members: list[GangReturned]) -> tuple[Gang, RankSet]:
     places = sorted((*places, *gaps), key=lambda place: place.first_rank)
     missing = RankSet.of(rank for gap in gaps for rank in gap.ranks)
     return Gang(generation=members[0].generation, places=tuple(places)), missing
+
+
+def _ranks(gang: Gang, base_step: int, members: list[GangReturned]) -> Ranks:
+    ranks = Ranks.starting(gang.world_size, base_step)
+    for known in (known for event in members for known in event.progress):
+        ranks = ranks.progress(
+            known.rank, step=known.step, step_seconds=known.step_seconds, free_slots=known.free_slots
+        )
+    return ranks
 
 
 def _saves(turn: Turn, gang: Gang, members: list[GangReturned], missing: RankSet) -> dict[int, Save]:

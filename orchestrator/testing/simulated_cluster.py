@@ -272,6 +272,7 @@ class SimulatedCluster:
         process = SimulatedProcess(name)
         runtime = SimulatedRuntime(self.loop, self.random, self.training, process)
         node = SimulatedNode(name=name, process=process, runtime=runtime, run=run, staging=self.folder / name)
+        runtime.on_start = lambda generation: self.on_start(node, generation)
         settings = AgentSettings(
             job=self.spec.name,
             node=name,

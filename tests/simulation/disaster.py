@@ -102,6 +102,8 @@ class Disaster:
         limits = Limits(delay_seconds=delay, store_latency_seconds=draw.choice((0.001, 0.01, 0.1)))
         self.cluster = SimulatedCluster(loop=self.loop, draw=draw, spec=spec, training=training, limits=limits)
         self.cluster.on_write = self._on_write
+        self.cluster.on_start = self._on_start
+        self.started_by: dict[int, str] = {}
         self.committed: set[CheckpointId] = set()
         self.newest_at_claim: dict[int, CheckpointId | None] = {}
         self.claimed_by: dict[int, str] = {}
@@ -282,6 +284,18 @@ class Disaster:
         except (Violation, OrchestratorError) as error:
             self.problem = self.problem or f"at {self.loop.now:.3f} s: {type(error).__name__}: {error}"
             self.cluster.finished.set()
+
+    def _on_start(self, node: SimulatedNode, generation: int) -> None:
+        """Workers of one generation alone: every node that the supervisor still counts on has ended the older ones."""
+        if self.started_by.setdefault(generation, node.run.name) != node.run.name:
+            self.problem = self.problem or f"generation {generation} was started by two runs"
+        supervisor = node.run.supervisor
+        assert supervisor is not None
+        for other in node.run.nodes.values():
+            older = {one for one in other.runtime.generations() if one < generation}
+            if other.process.alive and other.name in supervisor.job.nodes and older:
+                beside = f"generation {generation} starts on {node.name} while {other.name} runs {older}"
+                self.problem = self.problem or f"at {self.loop.now:.3f} s: {beside}"
 
     def _check_write(self, key: str, content: bytes, process: SimulatedProcess) -> None:
         number = fmt.parse_generation_key(key)
