@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -121,6 +122,7 @@ class Scene:
             connect=self._connect,
             runtime=self.runtime,
             object_server=NoObjectServer(),
+            look_seconds_idle=0.1,
         )
         given = settings_in(folder / "staging", workers=ranks, echo_output=False).model_copy(update=settings)
         self.agent = Agent(given, ports)
@@ -137,16 +139,18 @@ class Scene:
         """Run the agent and the story beside it."""
 
         async def all_of_it() -> None:
-            self.process.start(self._live())
-            await story()
+            living = self.process.start(self._live())
+            try:
+                await story()
+            finally:
+                living.cancel()
+                await asyncio.gather(living, return_exceptions=True)
+                self.supervisor.process.kill()
+                await asyncio.sleep(1)
 
         try:
             self.loop.run_until_complete(all_of_it())
         finally:
-            self.supervisor.process.kill()
-            self.process.kill()
-            self.loop.call_later(1.0, self.loop.stop)
-            self.loop.run_forever()
             self.loop.close()
 
     async def _live(self) -> None:
@@ -205,6 +209,5 @@ class Scene:
         worker.control.publish(step, 0)
 
     def receipts(self) -> list[str]:
-        return sorted(
-            entry.key for entry in self.store.entries("checkpoints/") if "shard-" in entry.key and "json" in entry.key
-        )
+        keys = (entry.key for entry in self.store.entries("checkpoints/"))
+        return sorted(key for key in keys if "shard-" in key and key.endswith(".json"))

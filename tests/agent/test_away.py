@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from orchestrator.core.messages import (
 from tests.agent.simulated_agent import GENERATION, NODE, Scene
 from tests.checkpoint.shards import checkpoint_id
 
-LOST = 600.0
+LOST_AFTER_SECONDS = 60.0
 
 
 def notice(notice_id: str = "n", kind: NoticeKind = NoticeKind.PREEMPT, seconds: float | None = 30.0) -> NoticeReceived:
@@ -131,7 +132,8 @@ def test_an_upload_that_fails_is_tried_again_after_a_pause(tmp_path: Path, asked
         await asyncio.sleep(10)
         assert isinstance(read_index(scene.store, checkpoint_id(GENERATION, 10)), Index)
         tried = scene.store.tried_seconds
-        assert [after - before >= ALONE_RETRY_SECONDS / 2 for before, after in zip(tried[:3], tried[1:4], strict=True)]
+        pauses = [after - before for before, after in itertools.pairwise(tried[:4])]
+        assert all(seconds >= 0.9 * ALONE_RETRY_SECONDS for seconds in pauses), pauses
         assert len(tried) <= 3 + 3, "three failures, then shard, receipt and index"
         await next_one(scene)
         assert scene.supervisor.kinds(UploadFailed) == [], "it has become durable since"
@@ -179,13 +181,13 @@ def test_workers_that_only_wait_to_be_ended_do_not_keep_a_lost_agent(
     tmp_path: Path, phase: WorkerPhase, ends: bool
 ) -> None:
     """After a leave nobody trains any more: without a supervisor the node would be kept for ever, and paid for."""
-    scene = Scene(tmp_path, lost_after_seconds=LOST)
+    scene = Scene(tmp_path, lost_after_seconds=LOST_AFTER_SECONDS)
 
     async def story() -> None:
         await running(scene)
         scene.kill_supervisor()
         scene.runtime.launched[0].control.set_phase(phase)
-        await asyncio.sleep(LOST - 10)
+        await asyncio.sleep(LOST_AFTER_SECONDS - 10)
         assert scene.reason is None
         await asyncio.sleep(20)
         assert (scene.reason is not None) is ends
@@ -223,12 +225,8 @@ def test_the_next_supervisor_hears_what_runs_and_then_everything_once_more(tmp_p
         assert [event.rank for event in again if isinstance(event, RankAttached)] == [0, 1]
         assert [(event.rank, event.step) for event in again if isinstance(event, Staged)] == [(0, 10)]
         assert [(event.rank, event.step) for event in again if isinstance(event, Uploaded)] == [(0, 10)]
-        assert [
-            (known.rank, known.step) for event in again if isinstance(event, Progress) for known in event.ranks
-        ] == [
-            (0, 10),
-            (1, 9),
-        ]
+        progress = [known for event in again if isinstance(event, Progress) for known in event.ranks]
+        assert [(known.rank, known.step) for known in progress] == [(0, 10), (1, 9)]
         assert len(scene.receipts()) == 1
 
     scene.play(story)
