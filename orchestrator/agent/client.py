@@ -69,7 +69,8 @@ class SupervisorClient:
             greeting = {"node": self._node, "received": self._channel.received, "life": self._life}
             await socket.send(json.dumps(greeting))
             try:
-                answer = await asyncio.wait_for(socket.receive(), GREETING_SECONDS)
+                async with asyncio.timeout(GREETING_SECONDS):
+                    answer = await socket.receive()
                 welcome = json.loads(answer or "")
                 if "refused" in welcome:
                     return str(welcome["refused"])

@@ -419,10 +419,13 @@ class Agent:
         try:
             seconds = await upload
         except (StoreError, FormatError, OSError) as error:
-            self._forget_upload(generation, step, place.rank)
-            if self._alone(self._clock.monotonic()):
-                await self._upload_again(generation, step)  # nobody hears of it who could give the step up
+            if self._alone(self._clock.monotonic()):  # nobody hears of it who could give the step up
+                await asyncio.sleep(ALONE_RETRY_SECONDS)
+                self._forget_upload(place)
+                if self._gang is not None and self._gang.generation == generation:
+                    self._start_uploads(self._gang, step)
                 return
+            self._forget_upload(place)
             failed = UploadFailed(node=node, generation=generation, step=step, rank=place.rank, reason=str(error))
             self._post(failed)
             return
@@ -438,15 +441,10 @@ class Agent:
         if self._alone(self._clock.monotonic()):
             await self._actions.commit_alone(place.checkpoint)
 
-    def _forget_upload(self, generation: int, step: int, rank: int) -> None:
+    def _forget_upload(self, place: ShardPlace) -> None:
         """It failed: whoever orders it again gets it."""
-        if self._gang is not None and self._gang.generation == generation:
-            self._gang.worker_of(rank).reported.pop(f"upload-{step}", None)
-
-    async def _upload_again(self, generation: int, step: int) -> None:
-        await asyncio.sleep(ALONE_RETRY_SECONDS)
-        if self._gang is not None and self._gang.generation == generation:
-            self._start_uploads(self._gang, step)
+        if self._gang is not None and self._gang.generation == place.checkpoint.generation:
+            self._gang.worker_of(place.rank).reported.pop(f"upload-{place.checkpoint.step}", None)
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:
