@@ -117,7 +117,10 @@ class WebSocketConnector:
             headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         )
         try:
-            socket = await session.ws_connect(f"{url}/agent", heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX)
+            async with asyncio.timeout(GREETING_SECONDS):  # a process that stands still takes connections all the same
+                socket = await session.ws_connect(
+                    f"{url}/agent", heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX
+                )
             return WebSocketLink(socket, session)
         except aiohttp.ClientError as error:
             await session.close()
