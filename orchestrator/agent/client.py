@@ -14,6 +14,7 @@ from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel
 from orchestrator.clock import Clock
 from orchestrator.errors import FencedError
+from orchestrator.schedulers.leftovers import start_ticks
 
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_MAX = 2.0
@@ -68,7 +69,8 @@ class SupervisorClient:
             greeting = {"node": self._node, "received": self._channel.received, "life": self._life}
             await socket.send(json.dumps(greeting))
             try:
-                answer = await asyncio.wait_for(socket.receive(), GREETING_SECONDS)
+                async with asyncio.timeout(GREETING_SECONDS):
+                    answer = await socket.receive()
                 welcome = json.loads(answer or "")
                 if "refused" in welcome:
                     return str(welcome["refused"])
@@ -115,26 +117,34 @@ class WebSocketConnector:
             headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         )
         try:
-            socket = await session.ws_connect(f"{url}/agent", heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX)
+            async with asyncio.timeout(GREETING_SECONDS):  # a process that stands still takes connections all the same
+                socket = await session.ws_connect(
+                    f"{url}/agent", heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX
+                )
             return WebSocketLink(socket, session)
         except aiohttp.ClientError as error:
             await session.close()
-            if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in NOT_WANTED:
-                raise FencedError(
-                    f"the supervisor answered {error.status}: this agent belongs to another run"
-                ) from error
+            unwanted = isinstance(error, aiohttp.WSServerHandshakeError) and error.status in NOT_WANTED
+            if unwanted and self._address() == (url, token):  # it did not die, or change, in the meantime
+                raise FencedError(f"the supervisor refused this agent: {error}") from error
             raise ConnectionError(str(error)) from error
         except BaseException:
             await session.close()
             raise
 
     def _address(self) -> tuple[str, str]:
-        """(URL, token) of the supervisor that runs now; of the first one where nothing else is written."""
-        given = (self._settings.supervisor_url, self._settings.token)
-        if self._settings.supervisor_file is None:
-            return given
+        """(URL, token) of the supervisor that runs now.
+
+        Raises ConnectionError if it is dead: whoever got its port afterwards shall neither see the token nor be obeyed.
+        """
+        path = self._settings.supervisor_file
+        if path is None:
+            return self._settings.supervisor_url, self._settings.token
         try:
-            found = json.loads(self._settings.supervisor_file.read_text())
-            return str(found["url"]), str(found["token"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return given
+            found = json.loads(path.read_text())
+            url, token, pid, ticks = str(found["url"]), str(found["token"]), int(found["pid"]), found["start_ticks"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConnectionError(f"no supervisor runs: {error}") from error
+        if start_ticks(pid) != ticks:
+            raise ConnectionError("the supervisor is dead and no other has taken its place yet")
+        return url, token

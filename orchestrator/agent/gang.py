@@ -174,6 +174,11 @@ class LocalGang:
         return any(not worker.exited for worker in self.workers)
 
     @property
+    def trains(self) -> bool:
+        """Whether any worker lives that does not only wait for the word that it may go."""
+        return any(not worker.exited and worker.control.phase is not WorkerPhase.LEFT for worker in self.workers)
+
+    @property
     def waiting_for_echo(self) -> bool:
         """Whether an agreement is open, so that looking often pays."""
         if self.record.proposed_step is not None:
@@ -270,14 +275,12 @@ class LocalGang:
                 )
 
     def _observe_progress(self, worker: Worker) -> Iterator[RankProgress]:
-        control = worker.control
-        step = control.step
-        free = sum(slot.state is SlotState.FREE for slot in control.slots())
-        if step is None:
+        progress = _progress(worker)
+        if progress is None:
             return
-        new = worker.news("step", step + 1)
-        if worker.news("free", free + 1) or new:
-            yield RankProgress(rank=worker.rank, step=step, step_seconds=control.step_seconds, free_slots=free)
+        new = worker.news("step", progress.step + 1)
+        if worker.news("free", progress.free_slots + 1) or new:
+            yield progress
 
     def forget_progress(self) -> None:
         """Report every rank's step again at the next look."""
@@ -308,6 +311,7 @@ class LocalGang:
             first_rank=action.first_rank,
             count=action.count,
             base=action.base,
+            progress=tuple(found for worker in self.workers if (found := _progress(worker)) is not None),
             ballot=self.record.ballot,
             proposed_step=self.record.proposed_step,
             decided=saves.undecided(staged),
@@ -381,3 +385,13 @@ class LocalGang:
             ):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
+
+
+def _progress(worker: Worker) -> RankProgress | None:
+    """What a worker has published, if anything."""
+    control = worker.control
+    step = control.step
+    if step is None:
+        return None
+    free = sum(slot.state is SlotState.FREE for slot in control.slots())
+    return RankProgress(rank=worker.rank, step=step, step_seconds=control.step_seconds, free_slots=free)

@@ -7,6 +7,7 @@ survives a broken connection is `agent.wire`'s affair. Simulation brings connect
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -67,12 +68,15 @@ class WebSocketLink:
 
 
 async def send_frames(channel: Channel, socket: FrameSocket) -> None:
-    """Send what the channel has, and an acknowledgement at least every second; both ends use it."""
+    """Send what the channel has, and an acknowledgement at least every second; both ends use it.
+
+    `asyncio.wait_for` would lose a cancellation that comes together with a frame: whoever cancels would wait for ever.
+    """
     while True:
-        try:
-            frames = await asyncio.wait_for(channel.outgoing(), ACKNOWLEDGE_SECONDS)
-        except TimeoutError:
-            frames = []
+        frames: list[str] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ACKNOWLEDGE_SECONDS):
+                frames = await channel.outgoing()
         for text in frames:
             await socket.send(text)
         await socket.send(channel.acknowledgement())

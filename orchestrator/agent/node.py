@@ -98,6 +98,7 @@ class Agent:
         self._objects_token = secrets.token_urlsafe(32)
         self._objects_url = ""
         self._saves = LocalSaves()
+        self._supervisors_met = 0
         self._notices: dict[str, tuple[NoticeReceived, float]] = {}
         """Notices that stand, with the time at which each came."""
         self._gang_actions: asyncio.Queue[GangAction] = asyncio.Queue()
@@ -147,6 +148,9 @@ class Agent:
 
     def _introduce(self) -> None:
         """A supervisor that knows nothing of this node: what it is, what it was told, what it runs."""
+        self._supervisors_met += 1
+        while not self._gang_actions.empty():  # of the supervisor before: the new one goes by what is done, not asked
+            self._gang_actions.get_nowait()
         now = self._clock.monotonic()
         adopts = self._settings.attach_folder is not None
         running = None if self._gang is None or adopts else self._gang.returned(self._saves)
@@ -213,12 +217,13 @@ class Agent:
 
     def _upload_alone(self, gang: LocalGang) -> None:
         """Nobody may be there to order it: what was decided and is staged here becomes durable; receipts decide."""
-        for order in self._saves.order_alone(self._settings.node):
+        for order in self._saves.orders_alone(self._settings.node):
             self._start_uploads(gang, order.step)
 
     def _abandoned_by_all(self, now: float) -> bool:
-        alive = self._gang is not None and self._gang.alive
-        return not alive and now - self._client.connected_seconds > self._settings.lost_after_seconds
+        """Nobody trains here, and nobody is there who could change that."""
+        trains = self._gang is not None and self._gang.trains
+        return not trains and now - self._client.connected_seconds > self._settings.lost_after_seconds
 
     def _look(self) -> None:
         gang = self._gang
@@ -320,7 +325,10 @@ class Agent:
         if self._gang is not None:
             if self._gang.generation >= action.generation:
                 return
+            asked_by = self._supervisors_met
             await self._end_gang(self._gang)
+            if asked_by != self._supervisors_met:
+                return  # the new supervisor was told of the gang before this one
             self._gang.remove_files()
         self._saves = LocalSaves(action.generation, action.world_size)
         try:
@@ -421,7 +429,13 @@ class Agent:
         try:
             seconds = await upload
         except (StoreError, FormatError, OSError) as error:
-            self._forget_upload(generation, step, place.rank)
+            if self._alone(self._clock.monotonic()):  # nobody hears of it who could give the step up
+                await asyncio.sleep(ALONE_RETRY_SECONDS)
+                self._forget_upload(place)
+                if self._gang is not None and self._gang.generation == generation:
+                    self._start_uploads(self._gang, step)
+                return
+            self._forget_upload(place)
             failed = UploadFailed(node=node, generation=generation, step=step, rank=place.rank, reason=str(error))
             self._post(failed)
             return
@@ -447,11 +461,11 @@ class Agent:
         slots = gang.staged_slots(checkpoint.step)
         return next(((worker.slot_paths[index], size) for worker, index, size in slots if worker.rank == rank), None)
 
-    def _forget_upload(self, generation: int, step: int, rank: int) -> None:
+    def _forget_upload(self, place: ShardPlace) -> None:
         """It failed: whoever orders it again gets it."""
         gang = self._gang
-        if gang is not None and gang.generation == generation and rank in gang.ranks:
-            gang.worker_of(rank).reported.pop(f"upload-{step}", None)
+        if gang is not None and gang.generation == place.checkpoint.generation and place.rank in gang.ranks:
+            gang.worker_of(place.rank).reported.pop(f"upload-{place.checkpoint.step}", None)
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:

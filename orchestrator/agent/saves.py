@@ -31,8 +31,8 @@ class LocalSaves:
         """The supervisor has said that a step is complete and shall be uploaded."""
         self._ordered[action.step] = action
 
-    def order_alone(self, node: str) -> list[Upload]:
-        """Without a supervisor: decided steps that were not ordered yet. Whether they are complete, receipts tell."""
+    def orders_alone(self, node: str) -> list[Upload]:
+        """Without a supervisor: every decided step that is not settled. Whether it is complete, the receipts tell."""
         for step, decision in self._decided.items():
             if step not in self._ordered and step not in self._settled:
                 self._alone[step] = Upload(
@@ -42,7 +42,8 @@ class LocalSaves:
                     world_size=self._world_size,
                     absent=decision.absent,
                 )
-        return list(self._alone.values())
+        orders = {**self._alone, **self._ordered}
+        return [order for step, order in sorted(orders.items()) if step not in self._settled]
 
     def order_of(self, step: int) -> Upload | None:
         """The order to upload a step, whoever gave it."""

@@ -24,7 +24,7 @@ class AgentSettings(BaseModel):
     supervisor_url: str
     token: str
     supervisor_file: Path | None = None
-    """Where a supervisor that was started again has written its address and token (JSON)."""
+    """Where the supervisor that runs writes its address, token and pid (JSON); it takes the place of the two above."""
     address: str = "127.0.0.1"
     """Where other nodes reach this one; workers rendezvous there."""
     staging: Path
@@ -38,4 +38,4 @@ class AgentSettings(BaseModel):
     attach_folder: Path | None = None
     """Attached mode: where workers that somebody else started announce themselves."""
     lost_after_seconds: float = 600.0
-    """Without workers and without supervisor for that long, the agent ends."""
+    """Without supervisor and without a worker that trains for that long, the agent ends."""

@@ -9,7 +9,7 @@ from orchestrator.core.turn import Turn
 
 def conclude(turn: Turn) -> None:
     """End from GATHERING: with an end record if a generation of ours may exist and somebody can write it."""
-    if turn.job.opener is not None and turn.job.nodes:
+    if (turn.job.opener is not None or turn.job.own is not None) and turn.job.nodes:
         turn.go(Trigger.CONCLUDED)
         record(turn)
         return

@@ -46,10 +46,10 @@ def consider(turn: Turn) -> None:
     job = turn.job
     if job.phase is not Phase.GATHERING:
         return
-    if job.ending is not None and not (job.ending.outcome is Outcome.DRAINED and (job.expected or job.returned)):
-        finishing.conclude(turn)
-        return
     if returning.decide(turn):
+        return
+    if job.ending is not None:
+        finishing.conclude(turn)
         return
     _give_back(turn)
     request_missing(turn)
@@ -252,7 +252,8 @@ def on_rank_attached(turn: Turn, event: RankAttached) -> None:
         turn.go(Trigger.ALL_ATTACHED)
         turn.set(progress_at_seconds=turn.now)
         turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
-        _resume_leaving(turn)
+        if job.taken_back:
+            _resume_leaving(turn)
         proposing.drive(turn)
 
 
@@ -266,6 +267,8 @@ def _resume_leaving(turn: Turn) -> None:
         leaving.node_is_going(turn, name)
     if turn.job.ending is not None:
         leaving.leave(turn, turn.job.ending.reason)
+    elif turn.job.gang is not None and len(turn.job.gang.nodes) > turn.job.wanted_nodes:
+        leaving.leave(turn, f"the job shall have {turn.job.wanted_nodes} nodes now")
 
 
 def on_rank_planned(turn: Turn, event: RankPlanned) -> None:

@@ -87,6 +87,16 @@ class StepDecided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """One rank's last published boundary."""
+
+    rank: int
+    step: int
+    step_seconds: float
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GangReturned:
     """What an agent runs, told to a supervisor that has never given it anything to run."""
 
@@ -96,6 +106,8 @@ class GangReturned:
     first_rank: int
     count: int
     base: CheckpointId | None
+    progress: tuple[RankProgress, ...]
+    """Of the ranks that have published a step."""
     ballot: int
     proposed_step: int | None
     decided: tuple[StepDecided, ...]
@@ -189,16 +201,6 @@ class RankPlanned:
     rank: int
     slot_bytes: int
     unique_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgress:
-    """One rank's last published boundary."""
-
-    rank: int
-    step: int
-    step_seconds: float
-    free_slots: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,20 @@ def on_progress(turn: Turn, event: Progress) -> None:
         facts = turn.facts(seconds=None if since is None else turn.now - since)
         turn.note("first good step", f"step {job.lowest_step} is done", step=job.lowest_step, facts=facts)
         turn.set(broken_at_seconds=None)
+    if job.taken_back:
+        _find_missed(turn, event)
     drive(turn)
+
+
+def _find_missed(turn: Turn, event: Progress) -> None:
+    """A gang that was taken back has told of all its shards: who is past a decided step without one will not stage it.
+
+    It was settled, and not every node had heard of it when the earlier supervisor died. The index says how.
+    """
+    for rank in event.ranks:
+        save = settling.staging_save(turn)
+        if save is not None and rank.step > save.id.step and rank.rank not in save.staged | save.given_up:
+            _missed(turn, save, rank.rank, f"is at step {rank.step} and holds no shard of it any more")
 
 
 def on_echoed(turn: Turn, event: Echoed) -> None:
@@ -64,17 +77,22 @@ def on_passed(turn: Turn, event: Passed) -> None:
     _rank_is_at(turn, event.rank, event.step)
     job = turn.job
     save = job.saves.get(CheckpointId(generation=event.generation, step=event.step))
-    if save is not None and event.rank in save.absent:
-        turn.set_save(save.changed(given_up=save.given_up.plus(event.rank)))
-        shards.move_saves(turn)
-    elif save is not None:
-        settling.abandon(turn, save, f"rank {event.rank} saw no decision in time and went on")
-        if save.mode is Mode.LEAVE:
-            breaking.break_gang(turn, f"rank {event.rank} missed the agreed step {event.step}")
-        drive(turn)
+    if save is not None:
+        _missed(turn, save, event.rank, "saw no decision in time and went on")
     elif job.proposal is not None and job.proposal.step == event.step:
         turn.set(proposal=agreement.refuse(job.proposal, ballot=job.proposal.ballot, rank=event.rank))
         drive(turn)
+
+
+def _missed(turn: Turn, save: Save, rank: int, how: str) -> None:
+    if rank in save.absent:
+        turn.set_save(save.changed(given_up=save.given_up.plus(rank)))
+        shards.move_saves(turn)
+        return
+    settling.abandon(turn, save, f"rank {rank} {how}")
+    if save.mode is Mode.LEAVE:
+        breaking.break_gang(turn, f"rank {rank} missed the agreed step {save.id.step}")
+    drive(turn)
 
 
 def _rank_is_at(turn: Turn, rank: int, step: int) -> None:

@@ -209,8 +209,8 @@ class Ranks(Changeable, Mapping[int, Rank]):
         return RankSet.below(self.world_size)
 
     def attach(self, rank: int, *, pid: int, step: int) -> Ranks:
-        """A rank has restored its state."""
-        ranks = self.reach(rank, step)
+        """A rank has restored its state; in a gang that was taken back that was long ago."""
+        ranks = self.reach(rank, max(step, self.steps[rank]))
         return ranks.changed(pids=self.pids.put(rank, pid), attached=self.attached.plus(rank))
 
     def plan(self, rank: int, *, slot_bytes: int, unique_bytes: int) -> Ranks:

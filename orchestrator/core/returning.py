@@ -1,7 +1,8 @@
 """A supervisor that was started again takes the running gang back: the nodes that were left running report to it.
 
-Nothing is restarted if every rank of the newest generation is accounted for; otherwise what returned is ended and the
-job forms anew. Pure; see `core.states`.
+Nothing is restarted if every rank of the newest generation is accounted for. Otherwise what returned is taken back to
+be cleared like any gang that has lost a node: its exits are confirmed and its complete steps settled before the job
+forms anew. Pure; see `core.states`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from orchestrator.core import breaking, shards
 from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.membership import Gang, Place
-from orchestrator.core.messages import CheckpointId, Decide, EndWorkers, GangReturned, NodesFound, TakeBack
+from orchestrator.core.messages import CheckpointId, Decide, EndWorkers, GangReturned, NodesFound, Outcome, TakeBack
 from orchestrator.core.ranks import Ranks, RankSet
 from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
@@ -23,10 +24,10 @@ def on_nodes_found(turn: Turn, event: NodesFound) -> None:
 
 
 def on_gang_returned(turn: Turn, event: GangReturned) -> None:
-    """A node says what it runs. It is too late once a generation of this supervisor's has been opened."""
+    """A node says what it runs. It is too late once this supervisor has a gang, or opens a generation, without it."""
     if turn.job.phase is Phase.GATHERING and turn.job.gang is None:
         turn.set(returned={**turn.job.returned, event.node: event})
-    elif not turn.is_present(event.generation):
+    elif not (turn.is_present(event.generation) and event.node in turn.gang_nodes()):
         _end(turn, event, "the job has gone on without it")
 
 
@@ -36,45 +37,43 @@ def _end(turn: Turn, event: GangReturned, reason: str) -> None:
 
 
 def decide(turn: Turn) -> bool:
-    """In GATHERING: whether forming has to wait for nodes that may return, or is not needed: the gang is back."""
+    """In GATHERING: whether forming has to wait for nodes that may return, or is not needed yet: a gang is back."""
     job = turn.job
-    missing = sorted(job.expected - job.nodes.keys())
-    waiting = bool(missing) and turn.now < job.expect_until_seconds
-    if not job.returned:
-        return waiting
-    newest = max(event.generation for event in job.returned.values())
-    members = [event for event in job.returned.values() if event.generation == newest]
-    if sum(event.count for event in members) == members[0].world_size:
-        _take_back(turn, sorted(members, key=lambda event: event.first_rank))
+    newest = max((event.generation for event in job.returned.values()), default=0)
+    members = sorted(
+        (event for event in job.returned.values() if event.generation == newest), key=lambda event: event.first_rank
+    )
+    whole = bool(members) and sum(event.count for event in members) == members[0].world_size
+    awaited = job.expected - job.nodes.keys()
+    if awaited and not whole and turn.now < job.expect_until_seconds:
         return True
-    if waiting:
-        return True
-    for event in job.returned.values():
-        _end(turn, event, f"of generation {newest} only {len(members)} nodes are back")
-    turn.set(returned={}, expected=frozenset(), own=newest)
-    return False
+    if awaited:
+        turn.note("nodes silent", f"{', '.join(sorted(awaited))} did not report: the job goes on without")
+    if job.expected:
+        turn.set(expected=frozenset())
+    if members:
+        _take_back(turn, members)
+    return bool(members)
 
 
 def _take_back(turn: Turn, members: list[GangReturned]) -> None:
-    first = members[0]
-    generation, base = first.generation, first.base
+    """Go on with the gang, or end it in order if a part of it is missing: what it has staged is made durable first."""
+    gang, missing = _gang_of(members)
+    generation, base = gang.generation, members[0].base
     for event in turn.job.returned.values():
         if event.generation != generation:
             _end(turn, event, f"generation {generation} is newer")
-    gang = Gang(
-        generation=generation,
-        places=tuple(Place(node=event.node, first_rank=event.first_rank, count=event.count) for event in members),
-    )
     committed = max((event.committed_step for event in members if event.committed_step is not None), default=None)
     newest = base if committed is None else CheckpointId(generation=generation, step=committed)
-    saves = _saves(turn, gang, members)
+    saves = _saves(turn, gang, members, missing)
     base_step = base.step if base else 0
     turn.set(
-        own=generation,
+        own=max(generation, turn.job.own or 0),
         gang=gang,
         members=gang.nodes,
         base=base,
-        ranks=Ranks.starting(gang.world_size, base_step),
+        ranks=_ranks(gang, base_step, members),
+        progress_at_seconds=turn.now,
         newest_committed=newest,
         ballot=max(event.ballot for event in members),
         saves={save.id: save for save in saves.values()},
@@ -82,12 +81,11 @@ def _take_back(turn: Turn, members: list[GangReturned]) -> None:
         ever_attached=True,
         taken_back=True,
         returned={},
-        expected=frozenset(),
     )
     turn.note(
         "taken back",
-        f"all {gang.world_size} ranks of generation {generation} go on, under a new supervisor",
-        facts=turn.facts(world_size=gang.world_size, nodes=" ".join(gang.nodes)),
+        f"{gang.world_size - len(missing)} of {gang.world_size} ranks of generation {generation} have a new supervisor",
+        facts=turn.facts(world_size=gang.world_size, nodes=" ".join(event.node for event in members)),
     )
     turn.go(Trigger.TAKEN_BACK)
     for event in members:
@@ -96,12 +94,38 @@ def _take_back(turn: Turn, members: list[GangReturned]) -> None:
     for save in saves.values():
         if save.state is SaveState.UPLOADING:
             shards.upload(turn, save)
-    if any(event.ended for event in members):
-        breaking.break_gang(turn, "its workers were ended before the supervisor was started again")
+    _break_if_useless(turn, members)
 
 
-def _saves(turn: Turn, gang: Gang, members: list[GangReturned]) -> dict[int, Save]:
-    """Every decided step that any node knows of and none knows as committed."""
+def _gang_of(members: list[GangReturned]) -> tuple[Gang, RankSet]:
+    """The gang as it was, and the ranks whose node has not come back: that stands under a name of ours."""
+    places = [Place(node=event.node, first_rank=event.first_rank, count=event.count) for event in members]
+    ends = (0, *(place.first_rank + place.count for place in places))
+    starts = (*(place.first_rank for place in places), members[0].world_size)
+    gaps = [
+        Place(node=f"node-of-rank-{end}", first_rank=end, count=start - end)
+        for end, start in zip(ends, starts, strict=True)
+        if end < start
+    ]
+    places = sorted((*places, *gaps), key=lambda place: place.first_rank)
+    missing = RankSet.of(rank for gap in gaps for rank in gap.ranks)
+    return Gang(generation=members[0].generation, places=tuple(places)), missing
+
+
+def _ranks(gang: Gang, base_step: int, members: list[GangReturned]) -> Ranks:
+    ranks = Ranks.starting(gang.world_size, base_step)
+    for known in (known for event in members for known in event.progress):
+        ranks = ranks.progress(
+            known.rank, step=known.step, step_seconds=known.step_seconds, free_slots=known.free_slots
+        )
+    return ranks
+
+
+def _saves(turn: Turn, gang: Gang, members: list[GangReturned], missing: RankSet) -> dict[int, Save]:
+    """Every decided step that any node knows of and none knows as committed.
+
+    What missing ranks have staged and made durable nobody can say here: it is presumed, and the receipts decide.
+    """
     saves: dict[int, Save] = {}
     for found in (found for event in members for found in event.decided):
         if any(found.step == event.committed_step for event in members):
@@ -113,11 +137,28 @@ def _saves(turn: Turn, gang: Gang, members: list[GangReturned]) -> dict[int, Sav
             absent=RankSet.of(found.absent),
             decided_at_seconds=turn.now,
             deadline_seconds=None,
+            staged=missing,
+            durable=missing,
         )
         save = save.changed(staged=save.staged | RankSet.of(found.staged))
         state = SaveState.UPLOADING if save.complete else SaveState.STAGING
         saves[found.step] = save.changed(state=state, complete_at_seconds=turn.now if save.complete else 0.0)
     return saves
+
+
+def _break_if_useless(turn: Turn, members: list[GangReturned]) -> None:
+    """A part of the gang is missing, or it was ended, or the job shall end without another save."""
+    gang, ending = turn.job.gang, turn.job.ending
+    assert gang is not None
+    for name in sorted({*gang.nodes} - {event.node for event in members}):
+        turn.lose_member(name)
+    if turn.job.lost_in_gang:
+        turn.set(lost_at_seconds=turn.now)
+        breaking.break_gang(turn, f"ranks {list(turn.job.gone_ranks)} did not come back")
+    elif any(event.ended for event in members):
+        breaking.break_gang(turn, "its workers were ended before the supervisor was started again")
+    elif ending is not None and ending.outcome is not Outcome.DRAINED:
+        breaking.break_gang(turn, ending.reason)
 
 
 def _repeat_decision(turn: Turn, event: GangReturned, saves: dict[int, Save]) -> None:

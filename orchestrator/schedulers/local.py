@@ -96,6 +96,9 @@ class LocalScheduler:
             pidfd = os.pidfd_open(left.pid)
         except ProcessLookupError:
             return False
+        if not left.is_alive():  # it died just now, and the number may be another's
+            os.close(pidfd)
+            return False
         self._watch(
             _Node(
                 number=left.number,

@@ -50,7 +50,8 @@ class AgentLinks:
     async def serve(self, socket: FrameSocket) -> None:
         """Serve one connection until it breaks."""
         try:
-            greeting = await asyncio.wait_for(socket.receive(), GREETING_SECONDS)
+            async with asyncio.timeout(GREETING_SECONDS):
+                greeting = await socket.receive()
             hello = json.loads(greeting or "")
             node, received, life = str(hello["node"]), int(hello["received"]), str(hello["life"])
         except (TypeError, ValueError, KeyError, TimeoutError):  # closed in the middle of the greeting, or no agent

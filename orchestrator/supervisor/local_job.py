@@ -115,7 +115,11 @@ class LocalJob:
             self.state.release()
 
 
-SESSION_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "SSH_", "XDG_SESSION", "TERM", "TMUX", "STY", "WINDOWID", "DBUS_")
+SESSION_VARIABLES = (
+    *("_", "SHLVL", "PWD", "OLDPWD", "SSH_", "GPG_TTY", "XDG_SESSION", "DBUS_"),
+    *("TERM", "TMUX", "STY", "WINDOWID", "COLUMNS", "LINES"),
+    *("INVOCATION_ID", "JOURNAL_STREAM", "SYSTEMD_EXEC_PID"),
+)
 """Beginnings of variables that differ from login to login and mean nothing to a training."""
 
 

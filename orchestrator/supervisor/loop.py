@@ -111,16 +111,18 @@ class Supervisor:
     async def run(self) -> Finish:
         """Serve until the job is over for this supervisor; nodes are given back before it returns."""
         url = await self.server.start()
-        self.on_listening(url)
-        ticking = asyncio.create_task(self._tick_for_ever())
+        ticking: asyncio.Task[None] | None = None
         try:
             self.submit(NodesFound(nodes=await self._scheduler.start(url, self.server.token, self.lose)))
+            self.on_listening(url)  # not sooner: nodes that were left running are known before any of them reports
+            ticking = asyncio.create_task(self._tick_for_ever())
             while self._finish is None:
                 self._handle(await self._queue.get())
             return self._finish
         finally:
-            ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
+            if ticking is not None:
+                ticking.cancel()
+                await asyncio.gather(ticking, return_exceptions=True)
             await self.links.deliver(DELIVER_SECONDS)
             await self._scheduler.stop()
             await self.links.close()

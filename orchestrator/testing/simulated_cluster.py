@@ -2,7 +2,7 @@
 
 `SimulatedCluster` owns nodes and runs (a run is a supervisor with its scheduler); faults are its methods, so that a
 test, or a user's own, can tell a story: lose this node, cut that one off, kill the supervisor, let the store fail.
-What must hold all along is not checked here: `on_write`, `on_action` and `on_record` tell whoever checks.
+What must hold all along is not checked here: `on_write`, `on_start`, `on_action` and `on_record` tell.
 """
 
 from __future__ import annotations
@@ -267,13 +267,14 @@ class SimulatedCluster:
         self.finished = asyncio.Event()
         self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
         self.on_write: Callable[[str, bytes, SimulatedProcess], None] = lambda *_: None
+        self.on_start: Callable[[SimulatedNode, int], None] = lambda *_: None
         self.on_record: Callable[[SimulatedRun, EventRecord], None] = lambda *_: None
         self.on_action: Callable[[SimulatedRun, Action], None] = lambda *_: None
         self._names = 0
 
     def close(self) -> None:
         """Everything is killed and unwound, quietly; memory is given back and the loop closed."""
-        self.on_write, self.on_action, self.on_record = (lambda *_: None,) * 3
+        self.on_write = self.on_start = self.on_action = self.on_record = lambda *_: None
         for run in self.runs:
             for node in run.nodes.values():
                 node.process.kill()
@@ -311,6 +312,7 @@ class SimulatedCluster:
         process = SimulatedProcess(name)
         runtime = SimulatedRuntime(self.loop, self.random, self.training, process)
         node = SimulatedNode(name=name, process=process, runtime=runtime, run=run, staging=self.folder / name)
+        runtime.on_start = lambda generation: self.on_start(node, generation)
         settings = AgentSettings(
             job=self.spec.name,
             node=name,

@@ -102,7 +102,10 @@ class SimulatedRuntime:
         self._training = training
         self._agent = agent
         self._processes: dict[int, SimulatedProcess] = {}
+        self._generations: dict[int, int] = {}
         self._pids = 0
+        self.on_start: Callable[[int], None] = lambda generation: None
+        """Told of every launch, with its generation."""
         agent.on_death.append(self._kill_all)
 
     def _kill_all(self) -> None:
@@ -115,6 +118,8 @@ class SimulatedRuntime:
         worker.pid = self._pids
         process = SimulatedProcess(f"{self._agent.name}/rank-{worker.rank}")
         self._processes[worker.pid] = process
+        self._generations[worker.pid] = generation = int(environment["ORCHESTRATOR_GENERATION"])
+        self.on_start(generation)
         program = _Program(self._random, self._training, process, str(environment[LAUNCH_VARIABLE]))
         process.on_death.append(lambda: self._report(worker, -9, on_exit))
         start = self._random.uniform(0.2, 1.0) * self._training.start_seconds
@@ -160,6 +165,10 @@ class SimulatedRuntime:
         """Whether it runs, whatever its agent believes."""
         process = self._processes.get(worker.pid)
         return process is not None and process.alive
+
+    def generations(self) -> set[int]:
+        """Of the workers that run."""
+        return {self._generations[pid] for pid, process in self._processes.items() if process.alive}
 
 
 class _Program:

@@ -6,7 +6,8 @@ changed, then the actions. Instructions:
     # …                      a comment; the first says what the scenario shows
     job field=value …        the JobSpec, first of all
     include other.txt        play another scenario's events first, without printing them
-    12.5 Event(field=value)  an event at 12.5 s; fields that the scenario does not need have defaults (see `DEFAULTS`)
+    12.5 Event(field=value)  an event at 12.5 s; fields that the scenario does not need have defaults (see `DEFAULTS`);
+                             a value may be a part of a message in the same writing: returned=GangReturned(first_rank=0)
     expect name=value …      claims that a rewrite does not change: phase, exit_code, generation, base, committed, nodes
 
 `ORCHESTRATOR_REWRITE=1 pytest tests/core/test_scenarios.py` writes the outcomes anew; review the difference.
@@ -31,6 +32,9 @@ from orchestrator.core.messages import Action, CheckpointId, Event, Finish, Note
 SCENARIOS = Path(__file__).parent / "scenarios"
 REWRITE_VARIABLE = "ORCHESTRATOR_REWRITE"
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(messages.Event)}
+PARTS: dict[str, type] = {
+    kind.__name__: kind for kind in (messages.GangReturned, messages.StepDecided, messages.RankProgress)
+}
 SPEC: dict[str, Any] = {"name": "job", "nodes_min": 1, "nodes_max": 2, "workers_per_node": 1, "save_every_steps": 10}
 DEFAULTS: dict[str, Any] = {
     "workers": 1,
@@ -53,7 +57,28 @@ DEFAULTS: dict[str, Any] = {
     "ended_by_us": False,
     "evidence": "",
     "by": "a person",
+    "world_size": 2,
+    "count": 1,
+    "ballot": 0,
+    "proposed_step": None,
+    "decided": (),
+    "ended": False,
+    "committed_step": None,
+    "mode": "stay",
+    "absent": (),
+    "staged": (),
+    "progress": (),
+    "step_seconds": 0.5,
+    "free_slots": 2,
 }
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a message as it is written; what is left out is known once the message around it is."""
+
+    kind: type
+    given: dict[str, Any]
 
 
 @dataclass
@@ -164,6 +189,8 @@ def literal(tree: ast.expr) -> Any:
     match tree:
         case ast.Name(id=name):
             return name
+        case ast.Call(func=ast.Name(id=name), keywords=keywords):
+            return Part(PARTS[name], {str(item.arg): literal(item.value) for item in keywords})
         case ast.Tuple(elts=items) | ast.List(elts=items):
             return tuple(literal(item) for item in items)
         case _:
@@ -193,7 +220,7 @@ def make_event(kind: type, given: dict[str, Any], job: Job) -> Event:
     for item in fields(kind):
         name = item.name
         if name in given:
-            values[name] = given[name]
+            values[name] = resolve(given[name], given.get("node"), job)
         elif name == "generation":
             values[name] = gang.generation if gang else 1
         elif name == "pid":
@@ -208,6 +235,17 @@ def make_event(kind: type, given: dict[str, Any], job: Job) -> Event:
             values[name] = types[name](values[name])
     event: Event = kind(**values)
     return event
+
+
+def resolve(thing: Any, node: str | None, job: Job) -> Any:
+    """Parts of a message become values; they are about its node."""
+    match thing:
+        case Part():
+            return make_event(thing.kind, {**({"node": node} if node else {}), **thing.given}, job)
+        case tuple():
+            return tuple(resolve(item, None, job) for item in thing)
+        case _:
+            return thing
 
 
 def parse_spec(text: str) -> JobSpec:

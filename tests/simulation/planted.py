@@ -15,10 +15,9 @@ from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.uploads import Uploads
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint import catalog, generations
-from orchestrator.checkpoint import save as saving
 from orchestrator.checkpoint.slots import Record
 from orchestrator.core import agreement, settling
-from orchestrator.core.messages import CheckpointId, Decide, Event, Mode, Refused
+from orchestrator.core.messages import Decide, Event, Mode, Refused
 from orchestrator.storage.base import ObjectStore
 from orchestrator.testing.simulated_store import SimulatedStore
 from orchestrator.training.boundary import Boundary, Passing

@@ -24,7 +24,7 @@ from orchestrator.core.messages import Action, CheckpointId, Commit, Decide, Lau
 from orchestrator.errors import FormatError, OrchestratorError
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.telemetry import EventRecord
-from orchestrator.testing.simulated_cluster import SimulatedCluster, SimulatedRun
+from orchestrator.testing.simulated_cluster import SimulatedCluster, SimulatedNode, SimulatedRun
 from orchestrator.testing.simulated_time import SimulatedProcess
 from orchestrator.testing.simulated_workers import WEIGHTS, weights_at
 
@@ -56,6 +56,7 @@ class Promises:
         """From now on."""
         self.cluster.on_write = lambda key, content, process: self._checked(self._on_write, key, content, process)
         self.cluster.on_action = lambda run, action: self._checked(self._on_action, run, action)
+        self.cluster.on_start = lambda node, generation: self._checked(self._on_start, node, generation)
         self.cluster.on_record = lambda run, record: self._checked(self._on_record, record)
         self.cluster.training.on_leave = lambda generation, step: self._checked(self._on_leave, generation, step)
 
@@ -134,6 +135,15 @@ class Promises:
                 self._check_receipts(CheckpointId(generation=action.generation, step=action.step))
             case _:
                 pass
+
+    def _on_start(self, node: SimulatedNode, generation: int) -> None:
+        """Every node that the supervisor still counts on has ended its workers of older generations."""
+        supervisor = node.run.supervisor
+        assert supervisor is not None
+        for other in node.run.nodes.values():
+            older = {one for one in other.runtime.generations() if one < generation}
+            if other.process.alive and other.name in supervisor.job.nodes and older:
+                raise Violation(f"generation {generation} starts on {node.name} while {other.name} runs {older}")
 
     def _on_record(self, record: EventRecord) -> None:
         if record.kind == "committed":
