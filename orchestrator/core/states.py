@@ -194,6 +194,8 @@ class Job(Changeable):
     """Ranks of the gang whose node is lost: nothing of theirs can still come."""
     lost_at_seconds: float | None = None
     broken_at_seconds: float | None = None
+    ended_at_seconds: float | None = None
+    """When the last gang was ended; None once something else than the job's own work has held up the next one."""
     proposal: Proposal | None = None
     ballot: int = 0
     attempt: int = 1
