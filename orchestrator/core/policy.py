@@ -45,13 +45,13 @@ def worth_growing(
 ) -> Growth:
     """Whether new nodes have waited for a share of what a restart of all members costs (rent or buy).
 
-    Never before the gang has trained as long as a restart takes, so that at most half of the time goes into growing,
-    and never when the rest of the job is not longer than two restarts. `rest_seconds` None: there is no last step.
+    Never before the gang has trained for that share of a restart's time, so that not all of it goes into growing, and
+    never when the rest of the job is not longer than a restart. `rest_seconds` None: there is no last step.
     """
     price = GROWTH_SHARE * members * restart_seconds
     reason = f"they have waited {waited_node_seconds:.0f} node-seconds, {price:.0f} are the price of a restart"
-    soon_over = rest_seconds is not None and rest_seconds <= 2 * restart_seconds
-    worth_it = waited_node_seconds >= price and trained_seconds >= restart_seconds and not soon_over
+    soon_over = rest_seconds is not None and rest_seconds <= restart_seconds
+    worth_it = waited_node_seconds >= price and trained_seconds >= GROWTH_SHARE * restart_seconds and not soon_over
     return Growth(worth_it=worth_it, reason=reason)
 
 

@@ -52,9 +52,9 @@ def test_however_many_refusals_a_periodic_save_can_still_be_armed() -> None:
     [
         (25.0, 10.0, None, True),
         (24.9, 100.0, None, False),
-        (1000.0, 9.9, None, False),
-        (1000.0, 100.0, 20.0, False),
-        (1000.0, 100.0, 20.1, True),
+        (1000.0, 2.4, None, False),
+        (1000.0, 100.0, 10.0, False),
+        (1000.0, 2.5, 10.1, True),
     ],
 )
 def test_new_nodes_are_let_in_when_their_waiting_has_cost_a_share_of_a_restart(
