@@ -14,6 +14,6 @@ def resize(
     job: Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")],
     nodes: Annotated[int, typer.Argument(metavar="NODES", min=1, max=4096, help="The new number of nodes.")],
 ) -> None:
-    """Save, then go on with NODES nodes; new nodes join at the next periodic save. Returns when it is accepted."""
+    """Save, then go on with NODES nodes; new nodes join soon after they are there. Returns when it is accepted."""
     connect(job).request("resize", nodes=nodes)
     say(f"accepted: the job {job!r} goes on with {nodes} nodes after its next save")

@@ -49,7 +49,7 @@ def leave_gang(turn: Turn, reason: str) -> None:
 
 
 def _end_workers(turn: Turn, reason: str, trigger: Trigger) -> None:
-    turn.set(proposal=None)
+    turn.set(proposal=None, ended_at_seconds=turn.now)
     turn.go(trigger)
     assert turn.job.gang is not None
     if not turn.job.spec.attached:

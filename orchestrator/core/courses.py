@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import agreement, breaking, deadline, settling
+from orchestrator.core import agreement, breaking, deadline, growing, settling
 from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.deadline import Choice, Course, Pending, Situation
 from orchestrator.core.ranks import RankSet
-from orchestrator.core.states import Phase
+from orchestrator.core.states import Node, Phase
 from orchestrator.core.turn import Turn
 
 MAKES_IT = "course chosen"
@@ -24,14 +24,26 @@ def follow(turn: Turn) -> bool:
     job = turn.job
     leave = job.leave
     victims = turn.going_ranks()
-    if job.phase is not Phase.RUNNING or leave is None or leave.at_next_save or not victims:
+    if job.phase is not Phase.RUNNING or leave is None or not victims:
         return True
-    first_seconds = _first_deadline(turn)
-    remaining_seconds = None if first_seconds is None else max(first_seconds - turn.now, 0.0)
-    choice = deadline.choose(_situation(turn, victims, remaining_seconds))
-    _tell(turn, leave.choice, choice, remaining_seconds)
-    turn.set(leave=replace(leave, choice=choice, deadline_seconds=first_seconds))
-    if job.spec.attached or choice.course in (Course.SAVE, Course.END):
+    first = _first_to_go(turn)
+    may_wait = leave.may_wait and not growing.is_replaced(turn)
+    situation = _situation(turn, victims, first, may_wait=may_wait)
+    choice = deadline.choose(situation)
+    _tell(turn, leave.choice, choice, situation.remaining_seconds)
+    trains_on = choice.course is Course.TRAIN
+    since_seconds = leave.since_seconds if trains_on or leave.is_due else turn.now
+    deadline_seconds = None if first is None else first.deadline_seconds
+    turn.set(
+        leave=replace(
+            leave,
+            since_seconds=since_seconds,
+            may_wait=trains_on,
+            choice=choice,
+            deadline_seconds=deadline_seconds,
+        )
+    )
+    if job.spec.attached or choice.makes_it:
         return True
     if choice.course is Course.WAIT:
         turn.set(proposal=None)
@@ -40,6 +52,19 @@ def follow(turn: Turn) -> bool:
     else:
         breaking.break_gang(turn, f"{leave.reason}: {_standing(turn)} stands")
     return False
+
+
+def can_finish_start(turn: Turn) -> bool:
+    """In STARTING, with members that will go: whether there is ample time to train, save and leave after the start."""
+    job = turn.job
+    first, restart_seconds = _first_to_go(turn), job.measured.restart_seconds
+    if first is None or restart_seconds is None or job.spec.attached or job.ending is not None:
+        return False
+    situation = _situation(turn, turn.going_ranks(), first, may_wait=not growing.is_replaced(turn))
+    assert situation.remaining_seconds is not None
+    rest_seconds = max(restart_seconds - (turn.now - job.since_seconds), 0.0)
+    situation = replace(situation, remaining_seconds=situation.remaining_seconds - rest_seconds, idle_seconds=0.0)
+    return deadline.choose(situation).course is Course.TRAIN
 
 
 def _tell(turn: Turn, before: Choice | None, choice: Choice, remaining_seconds: float | None) -> None:
@@ -68,15 +93,16 @@ def next_step(turn: Turn) -> agreement.StepChoice:
     )
 
 
-def _situation(turn: Turn, victims: RankSet, remaining_seconds: float | None) -> Situation:
+def _situation(turn: Turn, victims: RankSet, first: Node | None, *, may_wait: bool) -> Situation:
     job = turn.job
+    deadline_seconds = None if first is None else first.deadline_seconds
     step = next_step(turn).step
     if job.proposal is not None:
         step = job.proposal.step if step is None else min(step, job.proposal.step)
     everyone = job.ranks.everyone <= victims
     sizes = job.ranks.slot_bytes if everyone else job.ranks.unique_bytes
     return Situation(
-        remaining_seconds=remaining_seconds,
+        remaining_seconds=None if deadline_seconds is None else max(deadline_seconds - turn.now, 0.0),
         trained=job.highest_step > job.ranks.base_step,
         next_step=step,
         steps_away=0 if step is None else max(0, step - job.highest_step),
@@ -86,13 +112,15 @@ def _situation(turn: Turn, victims: RankSet, remaining_seconds: float | None) ->
         can_hand_over=job.available_count > 0 and all(job.nodes[name].objects_url for name in turn.going_members()),
         standing=_standing(turn),
         measured=replace(job.measured, step_seconds=job.ranks.step_seconds.highest or job.measured.step_seconds),
+        notice_seconds=first.notice_seconds if first is not None and may_wait else None,
     )
 
 
-def _first_deadline(turn: Turn) -> float | None:
-    """When the first of the gang's nodes is gone."""
-    deadlines = (turn.job.nodes[name].deadline_seconds for name in turn.going_members())
-    return min((seconds for seconds in deadlines if seconds is not None), default=None)
+def _first_to_go(turn: Turn) -> Node | None:
+    """The first of the gang's nodes that will be gone; None where no deadline is known."""
+    going = (turn.job.nodes[name] for name in turn.going_members())
+    known = (node for node in going if node.deadline_seconds is not None)
+    return min(known, key=lambda node: node.deadline_seconds or 0.0, default=None)
 
 
 def _standing(turn: Turn) -> str:

@@ -1,4 +1,4 @@
-"""What to do with the time that a notice leaves: save anew, finish or upload what is staged, or leave. Pure.
+"""What to do with the time that a notice leaves: train on, save anew, finish or upload what is staged, or leave. Pure.
 
 The newest state that can be safe in time is chosen. Only what the nodes that go hold alone is bound by their deadline;
 all others finish later. Every answer carries its arithmetic. `core.courses` asks, and acts.
@@ -12,12 +12,18 @@ from enum import StrEnum
 
 MARGIN_SECONDS = 1.0  # safety margin of every course, beside a share of what it takes
 MARGIN_SHARE = 0.1
+LEAVE_TIMES = 2  # all leave while this many times what the last save takes is left, and
+LEAVE_RESERVE_SECONDS = 10.0  # so much beside it, and
+LEAVE_SHARE = 1 / 3  # never less than this share of the notice
+LONG_NOTICE_SECONDS = 30.0  # nobody trains on where the notice was not longer than this
 IDLE_STEPS_MAX = 3  # without a boundary for longer than this many steps' time, something else than a step is running
 
 
 class Course(StrEnum):
     """What the gang does with the time until the deadline."""
 
+    TRAIN = "train"
+    """Save at once and train on: there is ample time to leave later."""
     SAVE = "save"
     """Save at the next agreed step, and leave there."""
     WAIT = "wait"
@@ -41,6 +47,8 @@ class Measured:
     """One rank's upload, all ranks uploading."""
     peer_bytes_per_second: float | None = None
     """One shard from one node's memory to another's."""
+    restart_seconds: float | None = None
+    """From the end of a gang to the next one's first step, where nothing else held it up."""
 
 
 NOTHING_MEASURED = Measured()
@@ -82,6 +90,8 @@ class Situation:
     standing: str
     """The newest committed checkpoint, in words."""
     measured: Measured
+    notice_seconds: float | None = None
+    """How long before its end that node was announced, if the gang may train on meanwhile; None: it may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +108,7 @@ class Choice:
     @property
     def makes_it(self) -> bool:
         """Whether the newest state is saved, not an older one."""
-        return self.course in (Course.SAVE, Course.END)
+        return self.course in (Course.TRAIN, Course.SAVE, Course.END)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +147,9 @@ class Option:
 def choose(situation: Situation) -> Choice:
     """The first of the options, newest state first, that ends before the deadline with a margin."""
     remaining = situation.remaining_seconds
+    later = _train_on(situation)
+    if later is not None:
+        return later
     if not situation.trained:
         reason = f"no step is done yet: {situation.standing} stands, nothing is lost"
         return Choice(course=Course.STAND, step=None, hand_over=False, needed_seconds=None, reason=reason)
@@ -161,16 +174,33 @@ def choose(situation: Situation) -> Choice:
     return Choice(course=Course.STAND, step=None, hand_over=False, needed_seconds=None, reason=reason)
 
 
+def _train_on(situation: Situation) -> Choice | None:
+    """Leaving later, where the time that is left allows a save several times over; None if it does not."""
+    remaining, notice = situation.remaining_seconds, situation.notice_seconds
+    if remaining is None or notice is None or situation.next_step is None or notice <= LONG_NOTICE_SECONDS:
+        return None
+    save = to_store(Course.SAVE, _anew(situation, situation.next_step), situation.measured, situation.idle_seconds)
+    if not save.all_measured:
+        return None
+    leave_seconds = max(LEAVE_TIMES * save.seconds + LEAVE_RESERVE_SECONDS, LEAVE_SHARE * notice)
+    if remaining <= leave_seconds or notice <= leave_seconds + save.seconds:
+        return None  # the first save must not be in the way of the last one
+    reason = (
+        f"{save.title} would take {save.arithmetic}; {remaining:.1f} s of {notice:.1f} s are left: "
+        f"all train on, and leave when it is {leave_seconds:.1f} s"
+    )
+    return Choice(course=Course.TRAIN, step=None, hand_over=False, needed_seconds=save.seconds, reason=reason)
+
+
+def _anew(situation: Situation, step: int) -> Pending:
+    return Pending(step=step, complete=False, steps_away=situation.steps_away, size_bytes=situation.unique_bytes)
+
+
 def _options(situation: Situation) -> Iterator[Option]:
     """All ways out, the newest state first."""
     assert situation.next_step is not None
     measured, idle_seconds = situation.measured, situation.idle_seconds
-    anew = Pending(
-        step=situation.next_step,
-        complete=False,
-        steps_away=situation.steps_away,
-        size_bytes=situation.unique_bytes,
-    )
+    anew = _anew(situation, situation.next_step)
     for pending in (anew, *situation.pending):
         late = Course.UPLOAD if pending.complete else Course.WAIT
         course = Course.SAVE if pending is anew else late

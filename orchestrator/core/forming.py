@@ -55,6 +55,7 @@ def consider(turn: Turn) -> None:
     request_missing(turn)
     job = turn.job
     if turn.now < job.retry_at_seconds:
+        turn.set(ended_at_seconds=None)
         return
     size = choose_size(
         available=job.available_count,
@@ -68,9 +69,11 @@ def consider(turn: Turn) -> None:
         if not size.could_grow:
             turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.USAGE), reason=size.reason))
             finishing.conclude(turn)
-        turn.set(since_seconds=turn.now)  # patience begins when there are enough nodes to form at all
+        # patience begins when there are enough nodes to form at all
+        turn.set(since_seconds=turn.now, ended_at_seconds=None)
         return
-    if size.could_grow and turn.now - job.since_seconds < patience:
+    since_seconds = job.since_seconds if job.ended_at_seconds is None else job.ended_at_seconds
+    if size.could_grow and turn.now - since_seconds < patience:
         return
     members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody

@@ -1,9 +1,9 @@
 """The decision maker: `step(job, event, now) → (job, actions)`. Pure: same values in, same values out.
 
 The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
-`leaving`, `exits`, `proposing`, `courses`, `shards`, `handovers`, `breaking`, `settling`; `clearing` and `finishing`
-end a generation and the job. Imports among them point down only. The supervisor (`supervisor.loop`) is the only caller
-outside tests and simulation.
+`leaving`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`, `settling`; `clearing` and
+`finishing` end a generation and the job. Imports among them point down only. The supervisor (`supervisor.loop`) is the
+only caller outside tests and simulation.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from orchestrator.core import (
     exits,
     finishing,
     forming,
+    growing,
     handovers,
     leaving,
     overdue,
@@ -134,6 +135,8 @@ def _on_tick(turn: Turn) -> None:
         turn.go(Trigger.OPEN_FAILED)
         turn.set(open_failures=job.open_failures + 1)
     if job.phase is Phase.STARTING:
+        leaving.limit_start_under_notice(turn)
+    if turn.job.phase is Phase.STARTING:
         breaking.limit_starting(turn)
     if job.phase is Phase.LEAVING:
         breaking.limit_leaving(turn)
@@ -144,6 +147,8 @@ def _on_tick(turn: Turn) -> None:
         shards.move_saves(turn)
         if courses.follow(turn):
             proposing.drive(turn)
+        forming.request_missing(turn)
     if job.phase is Phase.RUNNING:
         overdue.watch(turn)
-        forming.request_missing(turn)
+        if growing.grow_if_worth_it(turn):
+            proposing.drive(turn)

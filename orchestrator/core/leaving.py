@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import breaking, courses, proposing
+from orchestrator.core import breaking, courses, growing, proposing
 from orchestrator.core.messages import NoticeKind, NoticeReceived, Outcome, Request, Requested
 from orchestrator.core.states import Ending, Leave, Node, Phase
 from orchestrator.core.turn import Turn
@@ -27,13 +27,9 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
         turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
         return
     deadline = None if event.remaining_seconds is None else turn.now + max(event.remaining_seconds, 0.0)
-    known = [value for value in (node.deadline_seconds, deadline) if value is not None]
-    turn.set_node(
-        event.node,
-        going=True,
-        deadline_seconds=min(known, default=None),
-        notice_ids=(*node.notice_ids, event.notice_id),
-    )
+    turn.set_node(event.node, going=True, notice_ids=(*node.notice_ids, event.notice_id))
+    if deadline is not None and (node.deadline_seconds is None or deadline < node.deadline_seconds):
+        turn.set_node(event.node, deadline_seconds=deadline, notice_seconds=deadline - turn.now)
     left = "no deadline" if deadline is None else f"{deadline - turn.now:.1f} s left"
     turn.note(
         "notice received",
@@ -49,9 +45,9 @@ def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
     if event.notice_id not in node.notice_ids:
         return
     rest = tuple(notice for notice in node.notice_ids if notice != event.notice_id)
-    turn.set_node(
-        event.node, notice_ids=rest, going=bool(rest), deadline_seconds=node.deadline_seconds if rest else None
-    )
+    turn.set_node(event.node, notice_ids=rest, going=bool(rest))
+    if not rest:
+        turn.set_node(event.node, deadline_seconds=None, notice_seconds=None)
     turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
     _node_stays(turn)
 
@@ -65,15 +61,35 @@ def node_is_going(turn: Turn, name: str) -> None:
         reason = f"a notice reached {name}"
         turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.RESUMABLE), reason=reason))
     if job.phase is Phase.RUNNING:
-        before = job.leave
-        leave = Leave(reason=f"{name} will go", since_seconds=turn.now)
-        if before is not None and before.choice is not None:
-            leave = replace(leave, choice=before.choice, deadline_seconds=before.deadline_seconds)
-        turn.set(leave=leave)
-        if not _is_urgent(turn, name, leave) or courses.follow(turn):
-            proposing.drive(turn)
-    elif job.phase is Phase.STARTING and not job.taken_back:
-        breaking.break_gang(turn, f"{name} will go, and nothing is trained yet")
+        _leave_for(turn, name)
+    elif job.phase is Phase.STARTING and not job.taken_back and not limit_start_under_notice(turn):
+        turn.note("start goes on", f"{name} will go, but there is time to start, to train and to save", node=name)
+
+
+def _leave_for(turn: Turn, name: str) -> None:
+    """Where all may train on for the time being, what there is now is saved at once: a deadline may be wrong."""
+    job = turn.job
+    before = job.leave
+    may_wait = (before is None or before.may_wait) and job.ending is None and not job.spec.attached
+    leave = Leave(reason=f"{name} will go", since_seconds=turn.now, may_wait=may_wait)
+    if before is not None and before.choice is not None:
+        leave = replace(leave, choice=before.choice, deadline_seconds=before.deadline_seconds)
+    turn.set(leave=leave)
+    if _is_urgent(turn, name, leave) and not courses.follow(turn):
+        return
+    leave = turn.job.leave or leave
+    if not leave.is_due and job.highest_step > job.ranks.base_step:
+        turn.set(save_asked=True)
+    proposing.drive(turn)
+
+
+def limit_start_under_notice(turn: Turn) -> bool:
+    """In STARTING: end the gang if a member will go too soon for the start to be of use. True: it is ended."""
+    going = turn.going_members()
+    if not going or turn.job.taken_back or courses.can_finish_start(turn):
+        return False
+    breaking.break_gang(turn, f"{going[-1]} will go, and nothing is trained yet")
+    return True
 
 
 def _is_urgent(turn: Turn, name: str, leave: Leave) -> bool:
@@ -115,7 +131,7 @@ def on_requested(turn: Turn, event: Requested) -> None:
         case Request.RESIZE:
             assert event.nodes is not None
             turn.set(wanted_nodes=event.nodes)
-            if job.gang is not None and (len(job.gang.nodes) > event.nodes or proposing.could_grow(turn)):
+            if job.gang is not None and (len(job.gang.nodes) > event.nodes or growing.could_grow(turn)):
                 leave(turn, f"resize to {event.nodes} nodes")
     proposing.drive(turn)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from orchestrator.core.messages import RankExited, Verdict
 from orchestrator.errors import ExitCode
 
+GROWTH_SHARE = 0.25  # of the node-seconds that a restart costs, that new nodes wait before all restart for them
 ARM_AHEAD_SECONDS = 1.0  # a periodic save is armed this long before its step, so that no rank has to wait for it
 
 
@@ -24,6 +25,34 @@ def arm_now(*, step: int, highest: int, step_seconds: float, margin: int) -> boo
     """Whether it is time to propose a periodic save at `step`; never later than a proposal's margin allows."""
     ahead = max(2 * margin, math.ceil(ARM_AHEAD_SECONDS / max(step_seconds, 1e-4)))
     return step - highest <= ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Whether to let waiting nodes in now, and the arithmetic."""
+
+    worth_it: bool
+    reason: str
+
+
+def worth_growing(
+    *,
+    waited_node_seconds: float,
+    members: int,
+    restart_seconds: float,
+    trained_seconds: float,
+    rest_seconds: float | None,
+) -> Growth:
+    """Whether new nodes have waited for a share of what a restart of all members costs (rent or buy).
+
+    Never before the gang has trained for that share of a restart's time, so that not all of it goes into growing, and
+    never when the rest of the job is not longer than a restart. `rest_seconds` None: there is no last step.
+    """
+    price = GROWTH_SHARE * members * restart_seconds
+    reason = f"they have waited {waited_node_seconds:.0f} node-seconds, {price:.0f} are the price of a restart"
+    soon_over = rest_seconds is not None and rest_seconds <= restart_seconds
+    worth_it = waited_node_seconds >= price and trained_seconds >= GROWTH_SHARE * restart_seconds and not soon_over
+    return Growth(worth_it=worth_it, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.core import agreement, breaking, courses, settling, shards
 from orchestrator.core.commit import Save
-from orchestrator.core.membership import choose_size, order
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, periodic_step
 from orchestrator.core.ranks import NOBODY, RankSet
-from orchestrator.core.states import Leave, Phase, Trigger
+from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
 
 
@@ -32,6 +33,8 @@ def on_progress(turn: Turn, event: Progress) -> None:
     job = turn.job
     if job.awaiting_first_step and job.phase is Phase.RUNNING and ranks.everyone <= ranks.moved:
         turn.set(awaiting_first_step=False)
+        if job.ended_at_seconds is not None:
+            turn.set(measured=replace(job.measured, restart_seconds=turn.now - job.ended_at_seconds))
         since = job.broken_at_seconds
         facts = turn.facts(seconds=None if since is None else turn.now - since)
         turn.note("first good step", f"step {job.lowest_step} is done", step=job.lowest_step, facts=facts)
@@ -106,7 +109,6 @@ def drive(turn: Turn) -> None:
     """In RUNNING: move the agreement on as far as what is known allows."""
     if turn.job.phase is not Phase.RUNNING:
         return
-    _want_to_grow(turn)
     proposal = turn.job.proposal
     if proposal is None:
         _propose_if_due(turn)
@@ -115,7 +117,7 @@ def drive(turn: Turn) -> None:
     if proposal.refused_by is not None:
         turn.set(proposal=None, attempt=min(turn.job.attempt + 1, 8))
         _propose_if_due(turn)
-    elif turn.job.leave is not None and _nearer_step(turn) is not None:
+    elif _is_due(turn) and _nearer_step(turn) is not None:
         turn.set(proposal=None)
         _propose_if_due(turn)
     elif agreement.agreed(proposal, world_size=turn.job.gang.world_size):
@@ -126,13 +128,15 @@ def drive(turn: Turn) -> None:
             _decide(turn, proposal)
 
 
+def _is_due(turn: Turn) -> bool:
+    leave = turn.job.leave
+    return leave is not None and leave.is_due
+
+
 def _nearer_step(turn: Turn) -> int | None:
     """A step at which everybody could leave much sooner than at the open proposal's."""
     job = turn.job
     assert job.proposal is not None
-    assert job.leave is not None
-    if job.leave.at_next_save:
-        return None
     margin = agreement.margin_steps(job.step_seconds, job.attempt)
     near = job.highest_step + margin
     return near if job.proposal.step > near + margin else None
@@ -142,7 +146,7 @@ def _propose_if_due(turn: Turn) -> None:
     job = turn.job
     if job.leave is not None and job.leave.waits:
         return
-    urgent = job.leave is not None and not job.leave.at_next_save
+    urgent = _is_due(turn)
     if urgent or job.save_asked:
         if not urgent and settling.staging_save(turn) is not None:
             return
@@ -201,7 +205,7 @@ def _propose(turn: Turn, step: int, why: str, arithmetic: str) -> None:
 def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
     job = turn.job
     assert job.gang is not None
-    leave = job.leave
+    leave = job.leave if _is_due(turn) else None
     absent, deadline = _absent(turn)
     mode = Mode.LEAVE if leave else Mode.STAY
     save = Save(
@@ -248,47 +252,3 @@ def _absent(turn: Turn) -> tuple[RankSet, float | None]:
     deadlines = [seconds for seconds in known if seconds is not None]
     everyone = len(going) == job.gang.world_size
     return (NOBODY if everyone else going), min(deadlines, default=None)
-
-
-def _want_to_grow(turn: Turn) -> None:
-    """Nodes have joined that the gang could use: everybody leaves at the next periodic save to let them in."""
-    job = turn.job
-    growing = job.leave is not None and job.leave.at_next_save
-    if job.proposal is None or (job.leave is not None and not growing):
-        return
-    wanted = could_grow(turn)
-    last = job.until is not None and job.proposal.step >= job.until
-    if growing and (last or not wanted):
-        turn.set(leave=None)
-    elif wanted and not last and not growing:
-        new = ", ".join(_could_join(turn))
-        turn.set(leave=Leave(reason=f"{new} can join", since_seconds=turn.now, at_next_save=True))
-
-
-def could_grow(turn: Turn) -> bool:
-    """Whether the gang would be larger with the nodes that are there. Asked at every event: counts only."""
-    return _size(turn) > (len(turn.job.gang.nodes) if turn.job.gang else 0)
-
-
-def _size(turn: Turn) -> int:
-    """How many of the nodes that are there a new gang would have; 0 if no other gang can be formed."""
-    job = turn.job
-    if job.gang is None or job.spec.attached:
-        return 0
-    size = choose_size(
-        available=job.available_count,
-        nodes_min=1,
-        nodes_wanted=job.wanted_nodes,
-        workers_per_node=job.spec.workers_per_node,
-        allowed_world_sizes=job.allowed_world_sizes,
-    )
-    return size.count or 0
-
-
-def _could_join(turn: Turn) -> list[str]:
-    """The nodes outside the gang that would be in the larger one."""
-    job = turn.job
-    assert job.gang is not None
-    members = set(job.gang.nodes)
-    chosen = order(available=job.available, previous=job.gang.nodes)[: _size(turn)]
-    return [node for node in chosen if node not in members]

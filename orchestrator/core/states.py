@@ -129,7 +129,10 @@ class Node:
     name: str
     going: bool = False
     deadline_seconds: float | None = None
+    notice_seconds: float | None = None
+    """How long before that deadline the notice came that gave it."""
     notice_ids: tuple[str, ...] = ()
+    joined_at_seconds: float = 0.0
     objects_url: str = ""
     """Where peers read its staged shards; empty where they cannot."""
 
@@ -140,12 +143,17 @@ class Leave:
 
     reason: str
     since_seconds: float
-    at_next_save: bool = False
-    """Not urgent: leave at the next periodic save's step, not at the nearest."""
+    may_wait: bool = False
+    """Notices are the only reason and no time for leaving has come yet: all may train on while there is ample time."""
     choice: Choice | None = None
     """What the time until the deadline is used for, where a notice is the reason."""
     deadline_seconds: float | None = None
     """The deadline that this was chosen for."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all shall leave now, not later."""
+        return self.choice is None or self.choice.course is not Course.TRAIN
 
     @property
     def waits(self) -> bool:
@@ -194,6 +202,8 @@ class Job(Changeable):
     """Ranks of the gang whose node is lost: nothing of theirs can still come."""
     lost_at_seconds: float | None = None
     broken_at_seconds: float | None = None
+    ended_at_seconds: float | None = None
+    """When the last gang was ended; None once something else than the job's own work has held up the next one."""
     proposal: Proposal | None = None
     ballot: int = 0
     attempt: int = 1

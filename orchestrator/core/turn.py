@@ -68,7 +68,7 @@ class Turn:
 
     def add_node(self, name: str, objects_url: str) -> None:
         """A node is there."""
-        self._put_node(Node(name=name, objects_url=objects_url))
+        self._put_node(Node(name=name, objects_url=objects_url, joined_at_seconds=self.now))
 
     def _put_node(self, node: Node) -> None:
         going = self.job.going

@@ -144,18 +144,26 @@ class Replay:
         """Let the supervisor look at its clock, unless an earlier look was found to be needed meanwhile."""
         if due_us == self._tick_us:
             self._tick_us = -1
+            if self.gang is not None and self._waits():
+                self.gang.tell()  # it leaves out reports that decide nothing, but now they do
             self._submit(Tick())
             self._tick_later()
 
     def _tick_later(self) -> None:
         """See to it that the supervisor's clock ticks soon enough for what it waits for."""
         phase, available = self.job.phase, len(self.job.available)
-        quiet = phase in (Phase.RUNNING, Phase.STARTING, Phase.OPENING)
+        quiet = phase in (Phase.STARTING, Phase.OPENING) or (phase is Phase.RUNNING and not self._waits())
         short = phase is Phase.GATHERING and available < self.scenario.nodes_min
         due_us = self.now_us + (TICK_QUIET_US if quiet or short else TICK_US)
         if not self.now_us <= self._tick_us <= due_us:
             self._tick_us = due_us
             self.later(due_us - self.now_us, lambda: self._tick(due_us))
+
+    def _waits(self) -> bool:
+        """Whether the supervisor waits for a time to come while the gang trains: to leave later, or to let nodes in."""
+        job = self.job
+        usable = min(len(job.available), self.scenario.nodes_max)
+        return job.leave is not None or (job.gang is not None and usable > len(job.gang.nodes))
 
     def _book(self) -> None:
         """Say what every node that is there is doing."""

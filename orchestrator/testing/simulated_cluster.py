@@ -274,7 +274,10 @@ class SimulatedCluster:
 
     def close(self) -> None:
         """Everything is killed and unwound, quietly; memory is given back and the loop closed."""
-        self.on_write = self.on_start = self.on_action = self.on_record = lambda *_: None
+        self.on_write = lambda *_: None
+        self.on_start = lambda *_: None
+        self.on_action = lambda *_: None
+        self.on_record = lambda *_: None
         for run in self.runs:
             for node in run.nodes.values():
                 node.process.kill()

@@ -76,6 +76,46 @@ def test_the_newest_state_that_can_be_safe_in_time(
     assert chosen(**changes) == course
 
 
+@pytest.mark.parametrize(
+    ("notice", "remaining", "changes", "course"),
+    [
+        # 6.5 s for a save: twice that and 10 s are 23 s, a third of the notice is 40 s
+        (120.0, 120.0, {}, Course.TRAIN),
+        (120.0, 40.1, {}, Course.TRAIN),
+        (120.0, 40.0, {}, Course.SAVE),
+        (60.0, 23.1, {}, Course.TRAIN),
+        (60.0, 23.0, {}, Course.SAVE),
+        (30.0, 30.0, {}, Course.SAVE),
+        (31.0, 31.0, {}, Course.TRAIN),
+        (None, 120.0, {}, Course.SAVE),
+        (120.0, None, {}, Course.SAVE),
+        (120.0, 120.0, {"measured": UNKNOWN}, Course.SAVE),
+        (120.0, 120.0, {"next_step": None}, Course.END),
+        (120.0, 120.0, {"trained": False}, Course.TRAIN),
+        (120.0, 40.0, {"trained": False}, Course.STAND),
+        (120.0, 60.0, {"idle_seconds": 60.0}, Course.STAND),
+        # 50.5 s for a save: all have to leave while 111 s are left, which leaves no room for the first save
+        (120.0, 120.0, {"unique_bytes": 400}, Course.SAVE),
+        (200.0, 200.0, {"unique_bytes": 400}, Course.TRAIN),
+    ],
+)
+def test_a_long_notice_is_trained_through_until_a_generous_margin_is_left(
+    notice: float | None, remaining: float | None, changes: dict[str, object], course: Course
+) -> None:
+    situation = replace(SITUATION, notice_seconds=notice, remaining_seconds=remaining)
+    assert choose(replace(situation, **changes)).course is course  # type: ignore[arg-type]
+
+
+def test_all_leave_while_several_saves_would_still_fit() -> None:
+    for notice, unique, steps in itertools.product((31.0, 60.0, 120.0, 600.0), (0, 100, 1000), (1, 20)):
+        situation = replace(SITUATION, notice_seconds=notice, unique_bytes=unique, steps_away=steps)
+        for remaining in (1.0 * seconds for seconds in range(int(notice) + 1)):
+            choice = choose(replace(situation, remaining_seconds=remaining))
+            if choice.course is Course.TRAIN:
+                assert choice.needed_seconds is not None
+                assert remaining > max(2 * choice.needed_seconds + 10.0, notice / 3)
+
+
 def test_without_any_measurement_the_save_is_tried_and_that_is_said() -> None:
     choice = choose(replace(SITUATION, measured=UNKNOWN, unique_bytes=10**12))
     assert (choice.course, choice.hand_over) == (Course.SAVE, False)
@@ -115,7 +155,7 @@ def test_whatever_is_chosen_fits_and_nothing_newer_does() -> None:
 
 def test_only_the_newest_state_makes_it() -> None:
     made = {course: Choice(course=course, step=1, hand_over=False, needed_seconds=1.0, reason="") for course in Course}
-    assert [course for course, choice in made.items() if choice.makes_it] == [Course.SAVE, Course.END]
+    assert [course for course, choice in made.items() if choice.makes_it] == [Course.TRAIN, Course.SAVE, Course.END]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.core.agreement import margin_steps
 from orchestrator.core.messages import RankExited, Verdict
-from orchestrator.core.policy import AfterExit, after_exits, arm_now, describe_exit, periodic_step
+from orchestrator.core.policy import AfterExit, after_exits, arm_now, describe_exit, periodic_step, worth_growing
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,26 @@ def test_however_many_refusals_a_periodic_save_can_still_be_armed() -> None:
     for attempt, step_seconds in itertools.product(range(1, 9), [0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 30.0]):
         margin = margin_steps(step_seconds, attempt)
         assert arm_now(step=100 + margin, highest=100, step_seconds=step_seconds, margin=margin)
+
+
+@pytest.mark.parametrize(
+    ("waited", "trained", "rest", "worth_it"),
+    [
+        (25.0, 10.0, None, True),
+        (24.9, 100.0, None, False),
+        (1000.0, 2.4, None, False),
+        (1000.0, 100.0, 10.0, False),
+        (1000.0, 2.5, 10.1, True),
+    ],
+)
+def test_new_nodes_are_let_in_when_their_waiting_has_cost_a_share_of_a_restart(
+    waited: float, trained: float, rest: float | None, worth_it: bool
+) -> None:
+    growth = worth_growing(
+        waited_node_seconds=waited, members=10, restart_seconds=10.0, trained_seconds=trained, rest_seconds=rest
+    )
+    assert growth.worth_it is worth_it
+    assert "25 are the price" in growth.reason
 
 
 def exited(code: int | None, verdict: Verdict = Verdict.NONE, *, by_us: bool = False, evidence: str = "") -> RankExited:
