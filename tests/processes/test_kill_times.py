@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.kill_times import Victim, closing_words, draw, soak
-from tests.processes.sights import Moment
-from tests.processes.truth import Entry, Truth
+from tests.processes.kill_plans import Victim, draw
+from tests.processes.kill_times import closing_words, soak
+from tests.processes.observation import Moment
+from tests.processes.reference import Entry, Reference
 
 KILLS = 20
 
@@ -30,10 +31,10 @@ def test_another_state_than_the_uninterrupted_runs_is_noticed(tmp_path: Path) ->
     """One bit, one missing tensor, one other position: each is told by its name."""
     true = {"generation": 1, "step": 5, "rank": 0, "tensors": {"a": "F32[1]:0", "b": "F32[1]:1"}, "values": {"p": 80}}
     (tmp_path / "generation-0001-step-000005-rank-0.json").write_text(json.dumps(true))
-    truth = Truth(tmp_path)
+    reference = Reference(tmp_path)
 
     def problem(**changes: object) -> str | None:
-        return truth.problem_of_entry(Entry(**{**true, **changes}))
+        return reference.problem_of_entry(Entry(**{**true, **changes}))
 
     assert problem(generation=7) is None
     assert "a is F32[1]:2, not F32[1]:0" in str(problem(tensors={"a": "F32[1]:2", "b": "F32[1]:1"}))

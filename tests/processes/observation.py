@@ -38,7 +38,7 @@ class Moment(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class Observation:
     """One look: what is going on, in which generation, and the lowest published step."""
 
     moment: Moment
@@ -46,7 +46,7 @@ class Sight:
     step: int
 
 
-class Watch:
+class Observer:
     """Looks at one job."""
 
     def __init__(
@@ -62,27 +62,27 @@ class Watch:
         self._blocks: dict[Path, ControlBlock] = {}
         self._decided: set[CheckpointId] = set()
 
-    def look(self) -> Sight:
+    def look(self) -> Observation:
         """The narrowest moment of any save in flight, else training, or restarting."""
-        sight = self._look()
+        seen = self._look()
         now = time.monotonic()
         moment, since, looked = self._last
-        if moment is not sight.moment:
+        if moment is not seen.moment:
             if now - looked < GAP_SECONDS_MAX:
                 self.durations[moment].append(now - since)
             since = now
-        self._last = (sight.moment, since, now)
-        return sight
+        self._last = (seen.moment, since, now)
+        return seen
 
-    def _look(self) -> Sight:
+    def _look(self) -> Observation:
         blocks = self._newest_blocks()
         if len(blocks) < self._world_size:
-            return Sight(moment=Moment.RESTARTING, generation=0, step=0)
+            return Observation(moment=Moment.RESTARTING, generation=0, step=0)
         generation = blocks[0].generation
         step = min(block.step or 0 for block in blocks)
         started = all(block.phase not in (WorkerPhase.NOT_ATTACHED, WorkerPhase.RESTORING) for block in blocks)
         moment = self._saving(blocks, generation) if started else Moment.RESTARTING
-        return Sight(moment=moment, generation=generation, step=step)
+        return Observation(moment=moment, generation=generation, step=step)
 
     def _newest_blocks(self) -> list[ControlBlock]:
         now = time.monotonic()

@@ -46,7 +46,7 @@ def read_entries(folder: Path, known: set[Path]) -> Iterator[Entry]:
             yield Entry(**json.loads(path.read_text()))
 
 
-class Truth:
+class Reference:
     """The uninterrupted run: each rank's state at each step that can be saved."""
 
     def __init__(self, ledger: Path) -> None:
@@ -105,10 +105,10 @@ def _digest_json(text: str) -> str:
 
 
 @dataclass(kw_only=True)
-class Witness:
-    """Compares one job's store and ledger with the truth, again and again; remembers what it has seen."""
+class StoreCheck:
+    """Compares one job's store and ledger with the reference, again and again; remembers what it has seen."""
 
-    truth: Truth
+    reference: Reference
     store: ObjectStore
     ledger: Path
     newest: CheckpointId | None = None
@@ -152,7 +152,7 @@ class Witness:
         try:
             index = read_committed(self.store, checkpoint)
             yield from (problem for _, problem in verify(self.store, index) if problem)
-            problem = self.truth.problem_of_checkpoint(self.store, index)
+            problem = self.reference.problem_of_checkpoint(self.store, index)
         except OrchestratorError as error:
             problem = f"{checkpoint} cannot be loaded: {error}"
         if problem is not None:
@@ -220,7 +220,7 @@ class Witness:
         found = []
         for entry in read_entries(self.ledger, self._known_entries):
             self.entries += 1
-            problem = self.truth.problem_of_entry(entry)
+            problem = self.reference.problem_of_entry(entry)
             if problem is not None:
                 found.append(problem)
         return found
