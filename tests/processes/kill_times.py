@@ -54,12 +54,11 @@ class Soak:
         return not self.problems and not any(kill.problems for kill in self.kills)
 
 
-def soak(numbers: Sequence[int], seed: int, folder: Path, staging: Path, say: Callable[[str], None]) -> Soak:
+def soak(result: Soak, numbers: Sequence[int], folder: Path, staging: Path, say: Callable[[str], None]) -> None:
     """Carry out the kills with these numbers; one job after another, as many as it takes."""
     began = time.monotonic()
-    result = Soak(seed=seed)
     place = Place(folder=folder, staging=staging, steps=_steps_for(len(numbers)))
-    say(f"seed {seed}; an undisturbed run of {place.steps} steps first")
+    say(f"seed {result.seed}; an undisturbed run of {place.steps} steps first")
     place.train_undisturbed()
     say(f"it took {time.monotonic() - began:.1f} s")
     left = list(numbers)
@@ -70,13 +69,12 @@ def soak(numbers: Sequence[int], seed: int, folder: Path, staging: Path, say: Ca
             _kill_until_done(KilledJob(job, place), left, result, say)
         except StuckError as problem:
             at = f"kill {left[0]}" if left else "the end"
-            result.problems.append(f"seed {seed}, job {result.jobs}, before {at}: {problem}")
+            result.problems.append(f"seed {result.seed}, job {result.jobs}, before {at}: {problem}")
             say(result.problems[-1])
             break
         finally:
             job.remove()
-    result.seconds = time.monotonic() - began
-    return result
+            result.seconds = time.monotonic() - began
 
 
 def _steps_for(kills: int) -> int:
@@ -151,6 +149,7 @@ def main() -> int:
     options = parser.parse_args()
     seed = secrets.randbits(32) if options.seed is None else options.seed
     numbers = range(options.kills) if options.only is None else [options.only]
+    result = Soak(seed=seed)
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # not without ending its job
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -158,10 +157,10 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="orchestrator-soak-") as folder,
         tempfile.TemporaryDirectory(prefix="orchestrator-soak-", dir=memory) as staging,
     ):
-        result = soak(numbers, seed, Path(folder), Path(staging), lambda line: print(line, flush=True))
-    console.print(table(result))
-    for line in closing_words(result):
-        console.print(line, highlight=False)
+        try:
+            soak(result, numbers, Path(folder), Path(staging), lambda line: print(line, flush=True))
+        finally:  # also if it is broken off
+            console.print(table(result), *closing_words(result), sep="\n", highlight=False)
     return 0 if result.passed and len(result.kills) == len(numbers) else 1
 
 

@@ -93,7 +93,12 @@ class Observer:
         return [block for block in self._blocks.values() if block.generation == newest]
 
     def _list(self) -> None:
-        there = set(self._staging.rglob("*.control"))
+        there = {  # a walk passes over folders that go away meanwhile
+            Path(folder, name)
+            for folder, _, names in os.walk(self._staging)
+            for name in names
+            if name.endswith(".control")
+        }
         self._blocks = {path: block for path, block in self._blocks.items() if path in there}
         for path in there - self._blocks.keys():
             with contextlib.suppress(OSError, ProtocolError):  # gone again, or not made whole yet

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.kill_plans import Victim, draw
-from tests.processes.kill_times import closing_words, soak
+from tests.processes.kill_times import Soak, closing_words, soak
 from tests.processes.observation import Moment
 from tests.processes.reference import Entry, Reference
 
@@ -47,7 +47,8 @@ def test_another_state_than_the_uninterrupted_runs_is_noticed(tmp_path: Path) ->
 def test_kills_at_random_times(tmp_path: Path, staging: str, seed: int) -> None:
     """F19, F20, F22, F24, F29, F30: whatever is killed whenever, the newest committed checkpoint is bit-identical."""
     say: Callable[[str], object] = lambda line: sys.stderr.write(line + "\n")  # noqa: E731
-    result = soak(range(KILLS), seed, tmp_path, Path(staging), say)
+    result = Soak(seed=seed)
+    soak(result, range(KILLS), tmp_path, Path(staging), say)
     assert result.passed, "\n".join(closing_words(result))
     assert len(result.kills) == KILLS
     saving = (Moment.STAGING, Moment.UPLOADING, Moment.COMMITTING)
