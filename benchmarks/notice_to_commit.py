@@ -1,11 +1,14 @@
 """How long from a notice to a committed checkpoint: the orchestrator, a SIGTERM handler with DCP, and the bare disk.
 
-SIGTERM reaches one of two ranks at a random instant of a step. Measured is the time until the checkpoint counts: its
-index for the orchestrator, its `.metadata` for torch.distributed.checkpoint, both looked for every millisecond. In the
-same pair, the same bytes are written to the same folder by two plain threads and flushed: the floor. Pairs alternate;
-medians are compared; every checkpoint is loaded and compared bit by bit with what the state must be at its step.
+SIGTERM reaches both of two ranks at a random instant of a step, or with `--notice one` one of them: then the other one
+writes everything, because who goes owns nothing that somebody else holds too. Measured is the time until the checkpoint
+counts: its index for the orchestrator, its `.metadata` for torch.distributed.checkpoint, both looked for every
+millisecond. In the same pair, the same bytes are written to the same folder by two plain threads and flushed: the
+floor. Pairs alternate; medians are compared; every checkpoint is loaded and compared bit by bit with what the state
+must be at its step. Staging state A takes 2 GiB of memory in /dev/shm.
 
-`python benchmarks/notice_to_commit.py [--state A|B] [--pairs 7] [--folder DIR] [--json]`. It never fails on a time.
+`python benchmarks/notice_to_commit.py [--state A|B] [--pairs 7] [--notice all|one] [--folder DIR] [--json]`.
+It never fails on a time.
 """
 
 from __future__ import annotations
@@ -53,8 +56,10 @@ FLOOR_FACTOR, HANDLER_FACTOR = 1.3, 0.4
 LOOK_SECONDS = 0.001
 START_SECONDS_MAX = 180.0
 COMMIT_SECONDS_MAX = 180.0
+EVENT_SECONDS_MAX = 10.0
 EVENTS = ("notice received", "step proposed", "step agreed", "staged", "uploaded", "committed")
 WRITE_BYTES = 1 << 20
+MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,8 @@ class Setting:
     tensors: int
     tensor_bytes: int
     step_seconds: float
+    notice: str
+    """Who gets the signal: all ranks, or one."""
 
     def words(self, kind: str, folder: Path) -> list[str]:
         """The training command."""
@@ -88,34 +95,32 @@ class Setting:
 
 
 def measure_orchestrator(setting: Setting, folder: Path, part: float) -> Sample:
-    """A job of two local nodes; one worker gets the signal."""
-    command = [
-        *(sys.executable, "-m", "orchestrator", "run", "--job", "job", "--store", str(folder / "store")),
-        *("--nodes", str(RANKS), "--workers-per-node", "1", "--save-every", "0", "--"),
-        *setting.words("orchestrator", folder),
-    ]
+    """A job of two local nodes; the workers get the signal."""
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
-    with started([command], [environment], folder):
-        pid = await_ready(folder)
-        notice = give_notice(pid, part, setting)
-        index = await_file(folder / "store" / "job" / "checkpoints", "*/index.json")
-        seconds = time.monotonic() - notice
-        time.sleep(0.3)  # its last event follows the index
-        parts = event_times(folder, notice)
+    with tempfile.TemporaryDirectory(prefix="notice-to-commit-", dir=MEMORY, ignore_cleanup_errors=True) as staging:
+        command = [
+            *(sys.executable, "-m", "orchestrator", "run", "--job", "job", "--store", str(folder / "store")),
+            *("--nodes", str(RANKS), "--workers-per-node", "1", "--save-every", "0", "--staging", staging, "--"),
+            *setting.words("orchestrator", folder),
+        ]
+        with started([command], [environment], folder):
+            notice = give_notice(await_ready(folder), part, setting)
+            index = await_file(folder / "store" / "job" / "checkpoints", "*/index.json")
+            seconds = time.monotonic() - notice
+            parts = await_events(folder, notice)
     step, equal = check_ours(setting, folder)
     return Sample(seconds=seconds, size_bytes=size_of(index.parent), step=step, bit_equal=equal, parts=parts)
 
 
 def measure_handler(setting: Setting, folder: Path, part: float) -> Sample:
-    """Two plain processes with the handler; one gets the signal."""
+    """Two plain processes with the handler."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
     environments = [
         {**os.environ, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         for rank in range(RANKS)
     ]
     with started([setting.words("dcp", folder)] * RANKS, environments, folder):
-        pid = await_ready(folder)
-        notice = give_notice(pid, part, setting)
+        notice = give_notice(await_ready(folder), part, setting)
         metadata = await_file(folder / "checkpoint", ".metadata")
         seconds = time.monotonic() - notice
     step, equal = check_handlers(setting, folder / "checkpoint")
@@ -180,19 +185,19 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def await_ready(folder: Path) -> int:
-    """The last rank's process, once all have trained a little."""
-    for rank in range(RANKS):
-        await_file(folder, f"rank-{rank}", START_SECONDS_MAX)
+def await_ready(folder: Path) -> list[int]:
+    """The ranks' processes, once all have trained a little."""
+    files = [await_file(folder, f"rank-{rank}", START_SECONDS_MAX) for rank in range(RANKS)]
     time.sleep(0.5)
-    return int((folder / f"rank-{RANKS - 1}").read_text())
+    return [int(file.read_text()) for file in files]
 
 
-def give_notice(pid: int, part: float, setting: Setting) -> float:
-    """SIGTERM at a part of a step; when it was sent."""
+def give_notice(pids: Sequence[int], part: float, setting: Setting) -> float:
+    """SIGTERM at a part of a step, to all ranks or to the last; when it was sent."""
     time.sleep(part * setting.step_seconds)
     notice = time.monotonic()
-    os.kill(pid, signal.SIGTERM)
+    for pid in pids if setting.notice == "all" else pids[-1:]:
+        os.kill(pid, signal.SIGTERM)
     return notice
 
 
@@ -205,6 +210,14 @@ def await_file(folder: Path, pattern: str, limit_seconds: float = COMMIT_SECONDS
         time.sleep(LOOK_SECONDS)
     words = next((path for path in (folder, *folder.parents) if (path / "output").exists()), folder) / "output"
     sys.exit(f"no {pattern} in {folder} within {limit_seconds:.0f} s:\n{words.read_text(errors='replace')[-2000:]}")
+
+
+def await_events(folder: Path, notice: float) -> dict[str, float]:
+    """The events' times, once the last one is there: it follows the index, as soon as the agent has read that back."""
+    end = time.monotonic() + EVENT_SECONDS_MAX
+    while EVENTS[-1] not in (found := event_times(folder, notice)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 def event_times(folder: Path, notice: float) -> dict[str, float]:
@@ -369,15 +382,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", choices=sorted(STATES), action="append", help="A, B; both if not given")
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--notice", choices=("all", "one"), default="all", help="which ranks get the signal")
     parser.add_argument("--step-seconds", type=float, default=0.1)
     parser.add_argument("--folder", type=Path, default=None, help="where to save; a temporary folder if not given")
     parser.add_argument("--seed", type=int, default=1, help="of the instants within a step")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # not without ending what was started
     summaries = []
     for state in options.state or sorted(STATES):
         count, tensor_bytes = STATES[state]
-        setting = Setting(state=state, tensors=count, tensor_bytes=tensor_bytes, step_seconds=options.step_seconds)
+        setting = Setting(
+            state=state,
+            tensors=count,
+            tensor_bytes=tensor_bytes,
+            step_seconds=options.step_seconds,
+            notice=options.notice,
+        )
         with tempfile.TemporaryDirectory(prefix="notice-to-commit-", dir=options.folder) as folder:
             result = measure(setting, options.pairs, Path(folder), random.Random(options.seed))
         summaries.append(result.summary())
