@@ -2,17 +2,19 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+KILLS  ?= 200
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CAUSES    := pyproject.toml constraints.txt
 
-.PHONY: help .venv demo test check clean
+.PHONY: help .venv demo test soak check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    loses a machine in the middle of a small training and resumes exactly"
 	@echo "make test    all tests, with real processes"
+	@echo "make soak    200 kills at random times of real jobs, and what each of them left"
 	@echo "make check   formatting, types, import rules and the fast tests"
 	@echo "make .venv   only install, into $(VENV)"
 	@echo "make clean   remove caches and outputs; $(VENV) stays"
@@ -32,6 +34,9 @@ demo: .venv
 
 test: .venv
 	$(BIN)/python -m pytest
+
+soak: .venv
+	$(BIN)/python -m tests.processes.kill_times --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 check:
 	VENV=$(VENV) PYTHON=$(PYTHON) scripts/check
