@@ -3,18 +3,20 @@
 PYTHON ?= python3
 VENV   ?= .venv
 KILLS  ?= 200
+SEEDS  ?= 10000
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CAUSES    := pyproject.toml constraints.txt
 
-.PHONY: help .venv demo test soak check clean
+.PHONY: help .venv demo test disasters soak check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    loses a machine in the middle of a small training and resumes exactly"
 	@echo "make test    all tests, with real processes"
 	@echo "make soak    200 kills at random times of real jobs, and what each of them left"
+	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
 	@echo "make check   formatting, types, import rules and the fast tests"
 	@echo "make .venv   only install, into $(VENV)"
 	@echo "make clean   remove caches and outputs; $(VENV) stays"
@@ -34,6 +36,9 @@ demo: .venv
 
 test: .venv
 	$(BIN)/python -m pytest
+
+disasters: .venv
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 soak: .venv
 	$(BIN)/python -m tests.processes.kill_times --kills $(KILLS) $(if $(SEED),--seed $(SEED))
