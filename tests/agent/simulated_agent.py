@@ -78,7 +78,7 @@ class FakeRuntime:
 class NoObjectServer:
     """Nobody reads this agent's store."""
 
-    async def start(self, store: ObjectStore, token: str, address: str) -> str:
+    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
         return "simulated:"
 
     async def stop(self) -> None:
@@ -122,6 +122,7 @@ class Scene:
             connect=self._connect,
             runtime=self.runtime,
             object_server=NoObjectServer(),
+            open_peer=lambda url, token: self.store,
             look_seconds_idle=0.1,
         )
         given = settings_in(folder / "staging", workers=ranks, echo_output=False).model_copy(update=settings)

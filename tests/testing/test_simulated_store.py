@@ -44,7 +44,7 @@ def test_an_operation_takes_time_and_the_write_is_seen_as_it_happens(scene: Scen
 
 
 def test_everybody_sees_one_truth_and_the_first_creation_counts(scene: Scene) -> None:
-    other = scene.store.seen_by(SimulatedProcess("other"))
+    other = SimulatedStore(scene.truth, scene.weather, SimulatedProcess("other"))
 
     async def story() -> list[object]:
         tries = [asyncio.to_thread(store.create, "key", [name]) for store, name in ((scene.store, b"a"), (other, b"b"))]
