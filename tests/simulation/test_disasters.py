@@ -17,6 +17,8 @@ from tests.simulation.disaster import run_seed
 from tests.simulation.many import Runner
 from tests.simulation.planted import PLANTED, Plant
 
+pytestmark = pytest.mark.processes  # it takes all cores for minutes
+
 SEEDS = 300
 RANDOM_SEEDS = 50
 PLANTED_SEEDS_MAX = 200
