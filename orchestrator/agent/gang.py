@@ -327,7 +327,10 @@ class LocalGang:
         """A question for later: is the step still staged in this slot?"""
 
         def ask() -> bool:
-            slot = worker.control.slot(index)
+            try:
+                slot = worker.control.slot(index)
+            except ValueError:  # the block is closed: a newer generation has taken this one's place
+                return False
             return slot.state is SlotState.STAGED and (slot.generation, slot.step) == (self.generation, step)
 
         return ask

@@ -462,3 +462,11 @@ def test_f1_all_ranks_stage_exactly_the_decided_steps(gang: LocalGang, seed: int
         assert trainer.staged == coordinator.decided
     assert len(coordinator.decided) == STEPS_AGREED + 1
     assert coordinator.refusals > 0
+
+
+def test_an_upload_that_outlives_its_generation_is_told_that_its_slot_is_gone(gang: LocalGang) -> None:
+    """The next generation's launch closes the control blocks while an upload of the old one still runs."""
+    holds = gang.holds(gang.workers[0], 0, 7)
+    gang.workers[0].control.close()
+    assert holds() is False
+    gang.workers[0].control = ControlBlock.open(gang.workers[0].control.path)
