@@ -255,13 +255,12 @@ def on_rank_attached(turn: Turn, event: RankAttached) -> None:
         turn.go(Trigger.ALL_ATTACHED)
         turn.set(progress_at_seconds=turn.now)
         turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
-        if job.taken_back:
-            _resume_leaving(turn)
+        _resume_leaving(turn)
         proposing.drive(turn)
 
 
 def _resume_leaving(turn: Turn) -> None:
-    """What a gang that was taken back had been told before, or what its nodes have been told since."""
+    """What the gang's nodes have been told since it was started, or what it had been told before it was taken back."""
     if turn.leaving_save() is not None:
         turn.set(leave=Leave(reason="it was decided before the supervisor was started again", since_seconds=turn.now))
         turn.go(Trigger.LEAVE_DECIDED)
