@@ -47,8 +47,9 @@ class NoNodes:
     def __init__(self) -> None:
         self.lost: list[tuple[str, float]] = []
 
-    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
-        """Nothing to begin."""
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
+        """Nothing to begin, and nothing was left."""
+        return ()
 
     def request(self, count: int) -> None:
         """Never answered."""

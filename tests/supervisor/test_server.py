@@ -26,8 +26,9 @@ class NoNodes:
         self.losing: list[tuple[str, float]] = []
         self.on_lost: OnLost = lambda node, reason: None
 
-    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> None:
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
         self.on_lost = on_lost
+        return ()
 
     def request(self, count: int) -> None:
         self.requested += count
