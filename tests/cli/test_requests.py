@@ -48,7 +48,7 @@ class NoNodes:
         self.lost: list[tuple[str, float]] = []
 
     async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
-        """Nothing to begin."""
+        """Nothing to begin, and nothing was left."""
         return ()
 
     def request(self, count: int) -> None:
