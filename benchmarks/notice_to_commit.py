@@ -60,6 +60,8 @@ EVENT_SECONDS_MAX = 10.0
 EVENTS = ("notice received", "step proposed", "step agreed", "staged", "uploaded", "committed")
 WRITE_BYTES = 1 << 20
 MEMORY = "/dev/shm"
+REPLACEMENT_SECONDS = 120
+"""Replacements of nodes start on other machines; here they would take the cores on which the upload is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,10 @@ def measure_orchestrator(setting: Setting, folder: Path, part: float) -> Sample:
     """A job of two local nodes; the workers get the signal."""
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="notice-to-commit-", dir=MEMORY, ignore_cleanup_errors=True) as staging:
+        (folder / "settings.toml").write_text(f"replacement_seconds = {REPLACEMENT_SECONDS}\n")
         command = [
-            *(sys.executable, "-m", "orchestrator", "run", "--job", "job", "--store", str(folder / "store")),
+            *(sys.executable, "-m", "orchestrator", "run", "--config", str(folder / "settings.toml")),
+            *("--job", "job", "--store", str(folder / "store")),
             *("--nodes", str(RANKS), "--workers-per-node", "1", "--save-every", "0", "--staging", staging, "--"),
             *setting.words("orchestrator", folder),
         ]
