@@ -131,6 +131,8 @@ class Promises:
             case Decide():
                 self._absent[CheckpointId(generation=action.generation, step=action.step)] = frozenset(action.absent)
                 self._check_nobody_is_past(run, action)
+            case Commit() if run.supervisor is not None and run.supervisor.job.taken_back:
+                pass  # of nodes that did not come back a new supervisor knows nothing: the store's receipts decide
             case Commit():
                 self._check_receipts(CheckpointId(generation=action.generation, step=action.step))
             case _:
