@@ -257,7 +257,7 @@ class Disaster:
             self.loop.call_later(0.3, self._rollback)
             return
         self.seen["rollback"] += 1
-        run.kill(1.0, with_nodes=True)
+        run.kill(10.0, with_nodes=True)  # the person waits for the rollback, then gives the command again
         process = SimulatedProcess("rollback")
         store = SimulatedStore(self.cluster.truth, self.cluster.weather, process, self.cluster.on_write)
         target = self.random.choice(usable[:-1])
@@ -320,7 +320,7 @@ def draw_spec(draw: random.Random) -> JobSpec:
         fruitless_max=1000,
         gather_seconds=3.0,
         reform_seconds=1.0,
-        open_seconds=5.0,
+        open_seconds=15.0,
         exit_seconds=3.0,
         leave_seconds=5.0,
         upload_seconds=20.0,

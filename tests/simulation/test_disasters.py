@@ -19,7 +19,7 @@ from tests.simulation.planted import PLANTED, Plant
 
 pytestmark = pytest.mark.processes  # it takes all cores for minutes
 
-SEEDS = 300
+SEEDS = 200
 RANDOM_SEEDS = 50
 PLANTED_SEEDS_MAX = 200
 SEEN_MIN = 3
