@@ -156,7 +156,7 @@ async def test_world_size_that_does_not_share_the_batch(tmp_path: Path, staging:
 
 async def test_resize(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resize saves, forms anew at the other number of nodes, and goes on exactly at that step; both directions."""
-    monkeypatch.setenv("STEPS", "120")
+    monkeypatch.setenv("STEPS", "4000")  # growing is worth a restart only while much is left to do
     monkeypatch.setenv("STEP_SECONDS", "0.05")
 
     async def scenario(supervisor: Supervisor) -> None:
@@ -165,13 +165,14 @@ async def test_resize(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPa
         await until(lambda: _runs_with(supervisor, 1))
         supervisor.submit(Requested(request=Request.RESIZE, by="a test", nodes=2))
         await until(lambda: _runs_with(supervisor, 2))
+        supervisor.drain("a test")
 
     result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario, save_every=5)
-    assert result.finish.exit_code == 0, result.output()
+    assert result.finish.exit_code == 75, result.output()
     opened = result.kinds("generation opened")
     assert [record.facts["world_size"] for record in opened] == [2, 1, 2]
     left = [record.step for record in result.kinds("committed") if record.facts["mode"] == "leave"]
-    assert [record.step for record in opened[1:]] == left
+    assert [record.step for record in opened[1:]] == left[:2]
     check_store(result.store)
 
 
