@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -354,11 +355,11 @@ class SimulatedCluster:
             look_seconds_idle=self.limits.look_seconds,
         )
 
-    def _peer(self, url: str) -> ObjectStore:
+    def _peer(self, url: str) -> AbstractContextManager[ObjectStore]:
         store = self.training.object_stores.get(url)
         if store is None:
             raise StoreError(url, "no such node (simulated)")
-        return SimulatedPeer(store, self.weather)
+        return nullcontext(SimulatedPeer(store, self.weather))
 
     def _written(self, key: str, content: bytes, process: SimulatedProcess) -> None:
         self.on_write(key, content, process)

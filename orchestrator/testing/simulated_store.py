@@ -7,6 +7,7 @@ or after that instant. The truth is a `storage.memory.MemoryStore` that tells an
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from orchestrator.errors import StoreError
@@ -22,10 +23,17 @@ class Weather:
 
     def __init__(self, draw: random.Random, latency_seconds: float) -> None:
         self.random = draw
+        self._thread = threading.get_ident()
         self.latency_seconds = latency_seconds
         self.fail_share = 0.0
         self.out = False
         self.failures = 0
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the caller lives in simulated time. Real threads (reading ahead) do not: drawing there would make a
+        seed depend on how the machine happens to schedule them, so for them there is no weather."""
+        return threading.get_ident() == self._thread
 
     def latency(self) -> float:
         """Part of an operation's time, with a long tail."""
@@ -55,6 +63,8 @@ class SimulatedStore:
         return self._truth.url
 
     def _before(self, key: str) -> None:
+        if not self._weather.is_simulated:
+            return
         pause(self._weather.latency())
         if self._weather.fails():
             raise StoreError(key, "503 (simulated)")
