@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
+from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_in_order
 from orchestrator.checkpoint.save import read_index
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FormatError, VersionError
@@ -53,11 +53,13 @@ class Catalog:
 
 def read_generations(store: ObjectStore) -> dict[int, fmt.GenerationRecord]:
     """All claims by number."""
+    claims = [entry for entry in store.entries("generations/") if fmt.parse_generation_key(entry.key) is not None]
     found: dict[int, fmt.GenerationRecord] = {}
-    for entry in store.entries("generations/"):
-        number = fmt.parse_generation_key(entry.key)
-        if number is not None:
-            found[number] = fmt.load(fmt.GenerationRecord, entry.key, read_record(store, entry.key, SMALL_BYTES_MAX))
+    for key, data in read_in_order(store, claims, SMALL_BYTES_MAX):  # there may be hundreds: not one after another
+        record = fmt.load(fmt.GenerationRecord, key, data)
+        number = fmt.parse_generation_key(key)
+        assert number is not None
+        found[number] = record
     return found
 
 
