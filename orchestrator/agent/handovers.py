@@ -35,8 +35,8 @@ class HandOvers:
         path = self._settings.staging / f"held-{checkpoint}-r{action.rank:05d}"
         started = self._ports.clock.monotonic()
         try:
-            peer = self._ports.open_peer(action.source_url, self._settings.token)
-            size_bytes = await asyncio.to_thread(copy_shard, peer, action, path)
+            with self._ports.open_peer(action.source_url, self._settings.token) as peer:
+                size_bytes = await asyncio.to_thread(copy_shard, peer, action, path)
         except (StoreError, FormatError, OSError) as error:
             self._failed(action, f"it could not be copied from {action.source_url}: {error}")
             return

@@ -6,6 +6,7 @@ The real ones are put together by `real_ports`; simulation brings its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,8 +59,8 @@ class AgentPorts:
     connect: Connect
     runtime: Runtime
     object_server: ObjectServer
-    open_peer: Callable[[str, str], ObjectStore]
-    """(URL, token) → what another node's object server serves."""
+    open_peer: Callable[[str, str], AbstractContextManager[ObjectStore]]
+    """(URL, token) → what another node's object server serves, while it is wanted."""
     look_seconds_busy: float = 0.005
     """Between two looks at the control blocks while an agreement is open."""
     look_seconds_idle: float = 0.05

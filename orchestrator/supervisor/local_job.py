@@ -65,6 +65,8 @@ class LocalJob:
         left = read_leftovers(self._nodes_file)
         same = left.terms == self._terms and not self._options.take_over and any(node.is_alive() for node in left.nodes)
         self._claimant = left.claimant if same else secrets.token_hex(8)
+        if same:  # nodes read from each other: those that are left and those that come later need one token
+            self._token = self.state.published_token() or self._token
 
     @property
     def _nodes_file(self) -> Path:
