@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
+from orchestrator.agent.objects import HttpObjectServer
 from orchestrator.agent.staged import DIGEST_SUFFIX, NodeObjects, copy_shard, staged_key
 from orchestrator.checkpoint.digest import crc
 from orchestrator.core.messages import CheckpointId, HandOver
 from orchestrator.errors import DigestError, NotFoundError, StoreDeniedError, StoreError
 from orchestrator.storage.memory import MemoryStore
+from orchestrator.storage.peers import PeerStore
 
 CHECKPOINT = CheckpointId(generation=3, step=20)
 KEY = staged_key(CHECKPOINT, 1, 2)
@@ -106,3 +109,20 @@ def test_a_peer_that_ends_too_early_is_found_out(node: Node, tmp_path: Path) -> 
     node.slot.write_bytes(CONTENT[:100])
     with pytest.raises(StoreError, match="ended at byte 100"):
         copy_shard(node.objects, ACTION, tmp_path / "held")
+
+
+async def test_a_copy_over_a_real_port(node: Node, tmp_path: Path) -> None:
+    """As two agents do it: the peer has the run's token, the workers another, nobody else gets anything."""
+    server = HttpObjectServer()
+    url = await server.start(node.objects, ("of the workers", "of the run"), "127.0.0.1")
+    try:
+        with PeerStore(url, "of the run") as peer:
+            assert await asyncio.to_thread(copy_shard, peer, ACTION, tmp_path / "held") == len(CONTENT)
+        assert (tmp_path / "held").read_bytes() == CONTENT
+        with PeerStore(url, "of the workers") as worker:
+            assert await asyncio.to_thread(worker.read, "a") == b"of the store"
+        with PeerStore(url, "of another run") as stranger, pytest.raises(StoreDeniedError):
+            await asyncio.to_thread(copy_shard, stranger, ACTION, tmp_path / "stolen")
+        assert not (tmp_path / "stolen").exists()
+    finally:
+        await server.stop()
