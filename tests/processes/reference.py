@@ -16,7 +16,7 @@ from crc32c import crc32c
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import Catalog, CatalogEntry, Standing, survey
 from orchestrator.checkpoint.digest import combine
-from orchestrator.checkpoint.reader import read_committed, verify
+from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_state, verify
 from orchestrator.checkpoint.records import LARGE_BYTES_MAX, read_record
 from orchestrator.cli.demo_analysis import tensor_digests
 from orchestrator.core.messages import CheckpointId
@@ -70,8 +70,9 @@ class Reference:
         entries = [entry for entry in true if entry is not None]
         tensors = {name: digest for entry in entries for name, digest in entry.tensors.items()}
         wrong = _differences(tensor_digests(store, index), tensors)
+        shards = {shard.rank: shard for shard in index.shards}
         for entry in entries:
-            wrong += _differences(_values(index, entry.rank), entry.values)
+            wrong += _differences(_values(read_rank_state(store, index, shards[entry.rank])), entry.values)
         return f"{index.id} differs from the uninterrupted run: {wrong}" if wrong else None
 
 
@@ -83,11 +84,10 @@ def _differences(found: Mapping[str, Any], true: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _values(index: fmt.Index, rank: int) -> dict[str, Any]:
-    """What the ledger has of values that are no tensors, out of a checkpoint."""
-    objects = index.values["objects"]
-    data, scheduler = (dict(objects[name]["items"]) for name in ("data", "scheduler"))
-    generators = index.rank_values[str(rank)]["rng"]
+def _values(state: RankState) -> dict[str, Any]:
+    """What the ledger has of values that are no tensors, out of one rank's part of a checkpoint."""
+    data, scheduler = (dict(state.objects[name]["items"]) for name in ("data", "scheduler"))
+    generators = state.rank_values["rng"]
     return {
         "position": data["position"],
         "last_epoch": scheduler["last_epoch"],
@@ -184,14 +184,14 @@ class StoreCheck:
     def _receipt(self, key: str, sizes: Mapping[str, int]) -> Iterator[str]:
         """A receipt says that its shard is durable: it must be there, with these bytes."""
         try:
-            shard = fmt.load(fmt.Receipt, key, read_record(self.store, key, LARGE_BYTES_MAX)).shard
+            receipt = fmt.load_receipt(key, read_record(self.store, key, LARGE_BYTES_MAX))
         except OrchestratorError as error:
             yield f"{key} cannot be read: {error}"
             return
-        blocks = fmt.unpack_blocks(key, shard.blocks, shard.size_bytes)
-        if sizes.get(key.removesuffix("json") + "safetensors") != shard.size_bytes:
+        blocks = fmt.unpack_blocks(key, receipt.blocks, receipt.size_bytes)
+        if sizes.get(key.removesuffix("json") + "safetensors") != receipt.size_bytes:
             yield f"{key}: its shard is not there whole"
-        if combine(list(blocks), shard.size_bytes) != shard.crc32c:
+        if combine(list(blocks), receipt.size_bytes) != receipt.crc32c:
             yield f"{key}: its digests do not fit together"
 
     def _bases(self, catalog: Catalog) -> Iterator[str]:

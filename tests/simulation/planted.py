@@ -6,7 +6,7 @@ Each is a function that takes a `pytest.MonkeyPatch`. Most of them are what a na
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,10 +15,11 @@ from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.uploads import Uploads
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint import catalog, generations
-from orchestrator.checkpoint.slots import Record
-from orchestrator.core import agreement, settling
-from orchestrator.core.messages import Decide, Event, Mode, Refused
+from orchestrator.core import agreement, proposing, settling
+from orchestrator.core.messages import Event, Refused
+from orchestrator.core.turn import Turn
 from orchestrator.storage.base import ObjectStore
+from orchestrator.testing.simulated_cluster import SimulatedCluster
 from orchestrator.testing.simulated_store import SimulatedStore
 from orchestrator.training.boundary import Boundary, Passing
 from tests.simulation import disaster
@@ -97,20 +98,25 @@ def base_before_roll_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_as_a_separate_word(patch: pytest.MonkeyPatch) -> None:
-    """Workers are told to leave apart from the step, and leave when they see it."""
-    decide, at = LocalGang.decide, Boundary.at
+    """Workers hear that they are to leave apart from the step at which to save, and leave at the next boundary."""
+    leaving: set[int] = set()
+    start, propose, at = SimulatedCluster.__init__, proposing._propose, Boundary.at
 
-    def decide_apart(self: LocalGang, action: Decide, deadline_seconds: float | None) -> None:
-        decide(self, replace(action, mode=Mode.STAY), deadline_seconds)
-        if action.mode is Mode.LEAVE:
-            self._publish(replace(self.record, mode=Mode.LEAVE))
+    def start_afresh(self: SimulatedCluster, *arguments: Any, **named: Any) -> None:
+        leaving.clear()
+        start(self, *arguments, **named)
+
+    def propose_and_say(turn: Turn, step: int, why: str, arithmetic: str) -> None:
+        propose(turn, step, why, arithmetic)
+        if turn.job.leave is not None and turn.job.gang is not None:
+            leaving.add(turn.job.gang.generation)
 
     def at_any_step(self: Boundary, step: int, *, final: bool) -> Passing:
         passing = at(self, step, final=final)
-        record: Record = self._record
-        return Passing.LEAVE if record.mode is Mode.LEAVE and not final else passing
+        return Passing.LEAVE if self._launch.generation in leaving and not final else passing
 
-    patch.setattr(LocalGang, "decide", decide_apart)
+    patch.setattr(SimulatedCluster, "__init__", start_afresh)
+    patch.setattr(proposing, "_propose", propose_and_say)
     patch.setattr(Boundary, "at", at_any_step)
 
 

@@ -5,7 +5,7 @@
   rollback record bounds it; and it is never beyond such a bound.
 - A generation belongs to one run, and no node starts it twice.
 - A step is decided only while no rank has gone past it; an index is asked for only when every needed receipt is there.
-- All ranks that leave a generation leave at one step.
+- All ranks that leave a generation leave at one step: the one that was decided for leaving.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.checkpoint.reader import read_committed, read_rank_state, veri
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.save import draft_index, receipts_there
 from orchestrator.checkpoint.slots import WorkerPhase
-from orchestrator.core.messages import Action, CheckpointId, Commit, Decide, LaunchWorkers
+from orchestrator.core.messages import Action, CheckpointId, Commit, Decide, LaunchWorkers, Mode
 from orchestrator.errors import FormatError, OrchestratorError
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.telemetry import EventRecord
@@ -50,6 +50,7 @@ class Promises:
     _launched_by: dict[int, str] = field(default_factory=dict)
     _absent: dict[CheckpointId, frozenset[int]] = field(default_factory=dict)
     _world_size: dict[int, int] = field(default_factory=dict)
+    _leave_steps: set[CheckpointId] = field(default_factory=set)
     _left_at: dict[int, int] = field(default_factory=dict)
 
     def watch(self) -> None:
@@ -129,7 +130,10 @@ class Promises:
                 self._launched.add((action.generation, action.node))
                 self._world_size[action.generation] = action.world_size
             case Decide():
-                self._absent[CheckpointId(generation=action.generation, step=action.step)] = frozenset(action.absent)
+                decided = CheckpointId(generation=action.generation, step=action.step)
+                self._absent[decided] = frozenset(action.absent)
+                if action.mode is Mode.LEAVE:
+                    self._leave_steps.add(decided)
                 self._check_nobody_is_past(run, action)
             case Commit() if run.supervisor is not None and run.supervisor.job.taken_back:
                 pass  # of nodes that did not come back a new supervisor knows nothing: the store's receipts decide
@@ -181,6 +185,8 @@ class Promises:
         first = self._left_at.setdefault(generation, step)
         if first != step:
             raise Violation(f"of generation {generation} one rank left at step {first} and another at step {step}")
+        if CheckpointId(generation=generation, step=step) not in self._leave_steps:
+            raise Violation(f"a rank of generation {generation} left at step {step}, and nobody decided that")
 
 
 def check_state(store: MemoryStore, checkpoint: CheckpointId) -> None:
