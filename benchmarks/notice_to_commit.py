@@ -7,7 +7,7 @@ millisecond. In the same pair, the same bytes are written to the same folder by 
 floor. Pairs alternate; medians are compared; every checkpoint is loaded and compared bit by bit with what the state
 must be at its step. Staging state A takes 2 GiB of memory in /dev/shm.
 
-`python benchmarks/notice_to_commit.py [--state A|B] [--pairs 7] [--notice all|one] [--folder DIR] [--json]`.
+`python -m benchmarks.notice_to_commit [--state A|B] [--pairs 7] [--notice all|one] [--folder DIR] [--json]`.
 It never fails on a time.
 """
 
@@ -37,8 +37,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
-from training_to_interrupt import make_tensors, train_one
 
+from benchmarks.training_to_interrupt import make_tensors, train_one
 from orchestrator.checkpoint.catalog import survey
 from orchestrator.checkpoint.digest import crc
 from orchestrator.checkpoint.reader import read_committed
@@ -254,19 +254,20 @@ def check_ours(setting: Setting, folder: Path) -> tuple[int, bool]:
     assert newest is not None
     found = tensor_digests(store, read_committed(store, newest.id))
     true = expected(setting, newest.id.step)
-    digests = [f"{crc(memoryview(tensor.numpy()).cast('B')):08x}" for tensor in true]
+    digests = [f"{crc(memoryview(tensor.numpy().data).cast('B')):08x}" for tensor in true]
     equal = all(found[f"model.t{number}"].endswith(f":{digest}") for number, digest in enumerate(digests))
     return newest.id.step, equal
 
 
 def check_handlers(setting: Setting, folder: Path) -> tuple[int, bool]:
     """(step, whether every tensor of the checkpoint is what it must be there)."""
-    state = {f"t{number}": torch.zeros(setting.tensor_bytes // 4) for number in range(setting.tensors)} | {"step": 0}
+    state: dict[str, Any] = {f"t{number}": torch.zeros(setting.tensor_bytes // 4) for number in range(setting.tensors)}
+    state["step"] = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it loads without a process group
         dcp.load(state, checkpoint_id=folder)
-    true = expected(setting, int(state["step"]))
-    return int(state["step"]), all(torch.equal(state[f"t{number}"], tensor) for number, tensor in enumerate(true))
+    true = expected(setting, state["step"])
+    return state["step"], all(torch.equal(state[f"t{number}"], tensor) for number, tensor in enumerate(true))
 
 
 def expected(setting: Setting, step: int) -> list[torch.Tensor]:

@@ -435,7 +435,7 @@ class Model:
         seconds = self.random.choice([1.5, 2.5, 3.5] if self.short_of_time else [0.3, 2.0, 6.0, 15.0])
         promised = seconds * 20 if self.random.random() < 0.25 else seconds  # nobody should rely on a long notice
         told = None if self.random.random() < 0.2 else promised
-        kind = self.random.choice(["preempt", "preempt", "preempt", "hint"])
+        kind = self.random.choice([NoticeKind.PREEMPT] * 3 + [NoticeKind.HINT])
         notice = NoticeReceived(
             node=name, source="cloud", kind=kind, remaining_seconds=told, notice_id=f"n{self.count}"
         )

@@ -67,7 +67,7 @@ def test_a_faster_source_comes_first_and_the_store_is_the_next_rung() -> None:
         for place in Place
     )
     rungs = [
-        climb(attempts, failures_max=1, sources=tuple(Place)).rung  # type: ignore[arg-type]
+        climb(attempts, failures_max=1, sources=tuple(Place)).rung
         for attempts in ([memory], [memory] * 2, [memory] * 2 + [store], [memory] * 2 + [store] * 2)
     ]
     assert rungs == [Rung.AGAIN, Rung.SOURCE, Rung.AGAIN, Rung.OLDER]

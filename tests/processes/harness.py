@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.checkpoint.reader import read_committed, verify
@@ -22,7 +23,7 @@ from orchestrator.supervisor.loop import Supervisor
 from orchestrator.telemetry import EventRecord
 
 TRAINING = Path(__file__).with_name("small_training.py")
-Scenario = Callable[[Supervisor], Awaitable[None]]
+Scenario = Callable[[Supervisor], Coroutine[Any, Any, None]]
 
 
 @dataclass

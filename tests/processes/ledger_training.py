@@ -65,7 +65,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     sampler = orchestrator.ResumableSampler(len(inputs), global_batch=16, micro_batch=4, seed=3)
     run = orchestrator.attach(model=net, optimizer=optimizer, scheduler=scheduler, data=sampler)
-    state = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
+    state: dict[str, Any] = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
     begun = run.step
     pace = Path(os.environ["PACE"])
     for step in run.steps(until=STEPS):
@@ -138,7 +138,9 @@ def enter(generation: int, step: int, *, net: Net, optimizer: Any, scheduler: An
 
 def digest(tensor: torch.Tensor) -> str:
     """As `tensor_digests` writes it: dtype, shape, crc32c of the bytes."""
-    checksum = crc32c(memoryview(tensor.detach().contiguous().numpy()).cast("B") if tensor.dim() else bytes_of(tensor))
+    checksum = crc32c(
+        memoryview(tensor.detach().contiguous().numpy().data).cast("B") if tensor.dim() else bytes_of(tensor)
+    )
     return f"{DTYPES[tensor.dtype]}{list(tensor.shape)}:{checksum:08x}"
 
 

@@ -13,6 +13,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
     data = TensorDataset(torch.randn(4096, 16), torch.randn(4096, 1))
     sampler = orchestrator.ResumableSampler(len(data), global_batch=16, micro_batch=4, seed=3)
-    others = {"odd": Odd()} if "ODD" in os.environ else {}
+    others: dict[str, Any] = {"odd": Odd()} if "ODD" in os.environ else {}
     if "CHILD" in os.environ:
         subprocess.Popen(["sleep", os.environ["CHILD"]])
     if "FAULT" in os.environ:

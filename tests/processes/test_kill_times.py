@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +29,13 @@ def test_a_kill_is_drawn_from_seed_and_number_alone() -> None:
 
 def test_another_state_than_the_uninterrupted_runs_is_noticed(tmp_path: Path) -> None:
     """One bit, one missing tensor, one other position: each is told by its name."""
-    true = {"generation": 1, "step": 5, "rank": 0, "tensors": {"a": "F32[1]:0", "b": "F32[1]:1"}, "values": {"p": 80}}
+    true: dict[str, Any] = {
+        "generation": 1,
+        "step": 5,
+        "rank": 0,
+        "tensors": {"a": "F32[1]:0", "b": "F32[1]:1"},
+        "values": {"p": 80},
+    }
     (tmp_path / "generation-0001-step-000005-rank-0.json").write_text(json.dumps(true))
     reference = Reference(tmp_path)
 
@@ -46,9 +52,8 @@ def test_another_state_than_the_uninterrupted_runs_is_noticed(tmp_path: Path) ->
 @pytest.mark.timeout(600)
 def test_kills_at_random_times(tmp_path: Path, staging: str, seed: int) -> None:
     """F19, F20, F22, F24, F29, F30: whatever is killed whenever, the newest committed checkpoint is bit-identical."""
-    say: Callable[[str], object] = lambda line: sys.stderr.write(line + "\n")  # noqa: E731
     result = Soak(seed=seed)
-    soak(result, range(KILLS), tmp_path, Path(staging), say)
+    soak(result, range(KILLS), tmp_path, Path(staging), lambda line: print(line, file=sys.stderr))
     assert result.passed, "\n".join(closing_words(result))
     assert len(result.kills) == KILLS
     saving = (Moment.STAGING, Moment.UPLOADING, Moment.COMMITTING)

@@ -13,6 +13,7 @@ from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.supervisor.loop import Supervisor
+from orchestrator.supervisor.server import SupervisorServer
 from orchestrator.telemetry import EventLog, EventRecord
 
 TOKEN = "a-token-for-this-test"
@@ -58,11 +59,16 @@ async def supervisor() -> AsyncIterator[Supervisor]:
     await instance.server.stop()
 
 
+def url_of(supervisor: Supervisor) -> str:
+    assert isinstance(supervisor.server, SupervisorServer)
+    return supervisor.server.url
+
+
 @pytest.fixture
 async def client(supervisor: Supervisor) -> AsyncIterator[aiohttp.ClientSession]:
     """A client that has the token."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with aiohttp.ClientSession(supervisor.server.url, headers=headers) as session:
+    async with aiohttp.ClientSession(url_of(supervisor), headers=headers) as session:
         yield session
 
 
@@ -70,14 +76,14 @@ async def client(supervisor: Supervisor) -> AsyncIterator[aiohttp.ClientSession]
 @pytest.mark.parametrize("header", [None, "Bearer wrong", TOKEN, "Bearer "])
 async def test_nothing_without_the_token(supervisor: Supervisor, path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
-    async with aiohttp.ClientSession(supervisor.server.url, headers=headers) as session:
+    async with aiohttp.ClientSession(url_of(supervisor), headers=headers) as session:
         async with session.get(path) as answer:
             assert answer.status == 401
             assert TOKEN not in await answer.text()
 
 
 async def test_the_port_is_on_loopback(supervisor: Supervisor) -> None:
-    assert supervisor.server.url.startswith("http://127.0.0.1:")
+    assert url_of(supervisor).startswith("http://127.0.0.1:")
 
 
 async def test_status(client: aiohttp.ClientSession) -> None:

@@ -96,10 +96,10 @@ def test_names_of_the_parts() -> None:
 
 
 def test_capture_does_not_initialise_cuda() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         pytest.skip("CUDA is initialised already")
     assert rng.capture().cuda == ()
-    assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    assert not torch.cuda.is_initialized()
 
 
 def test_cuda_states_need_as_many_devices() -> None:

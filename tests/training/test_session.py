@@ -61,6 +61,7 @@ def process_as_before() -> Iterator[None]:
 def use_time(patch: pytest.MonkeyPatch, time: FakeTime) -> None:
     """Boundaries made from now on live in that time."""
     defaults = Boundary.__init__.__kwdefaults__
+    assert defaults is not None
     patch.setitem(defaults, "now_ns", time.monotonic_ns)
     patch.setitem(defaults, "sleep", time.sleep)
 
