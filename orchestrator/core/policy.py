@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,10 @@ def worth_growing(
     return Growth(worth_it=worth_it, reason=reason)
 
 
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of workers that somebody else ended: no mistake of the script's, even before it has attached."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterExit:
     """What follows from the workers' exits: restart, or stop with a status."""
@@ -81,7 +86,7 @@ def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str 
     if failed is None:
         return AfterExit(restart=True, counts_as_failure=False, exit_code=0, reason="no worker failed by itself")
     what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"
-    if not ever_attached:
+    if not ever_attached and failed.exit_code not in KILLED:
         code = failed.exit_code if failed.exit_code is not None and failed.exit_code > 0 else int(ExitCode.FAILED)
         return _stop(code, f"{what} before it called orchestrator.attach(): {_last_line(failed)}")
     return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {_last_line(failed)}")

@@ -10,7 +10,16 @@ from __future__ import annotations
 from orchestrator.core import breaking, shards
 from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.membership import Gang, Place
-from orchestrator.core.messages import CheckpointId, Decide, EndWorkers, GangReturned, NodesFound, Outcome, TakeBack
+from orchestrator.core.messages import (
+    CheckpointId,
+    Decide,
+    EndWorkers,
+    GangReturned,
+    NodesFound,
+    Outcome,
+    ReleaseNode,
+    TakeBack,
+)
 from orchestrator.core.ranks import Ranks, RankSet
 from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
@@ -48,12 +57,19 @@ def decide(turn: Turn) -> bool:
     if awaited and not whole and turn.now < job.expect_until_seconds:
         return True
     if awaited:
-        turn.note("nodes silent", f"{', '.join(sorted(awaited))} did not report: the job goes on without")
+        _give_back(turn, sorted(awaited))
     if job.expected:
         turn.set(expected=frozenset())
     if members:
         _take_back(turn, members)
     return bool(members)
+
+
+def _give_back(turn: Turn, silent: list[str]) -> None:
+    """A node that is found and silent may still train, hold memory and devices: its scheduler ends it."""
+    turn.note("nodes silent", f"{', '.join(silent)} did not report: they are given back, the job goes on without")
+    for node in silent:
+        turn.do(ReleaseNode(node=node, reason="it did not report to a supervisor that was started again"))
 
 
 def _take_back(turn: Turn, members: list[GangReturned]) -> None:

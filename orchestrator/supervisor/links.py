@@ -36,8 +36,11 @@ class AgentLinks:
         self._channel(node).post(action)
 
     def dismiss(self, node: str) -> None:
-        """Tell a node's agent to end."""
-        self._channel(node).post_dismissal()
+        """Tell a node's agent to end; one that never reported to this supervisor is not let in any more."""
+        if node in self._channels:
+            self._channels[node].post_dismissal()
+        else:
+            self._forgotten.add(node)
 
     def forget(self, node: str) -> None:
         """The node is lost for certain: it is not listened to any more and not let in again."""

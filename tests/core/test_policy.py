@@ -101,7 +101,9 @@ def judge(*exits: RankExited, ever_attached: bool = True, fault: str | None = No
         (judge(exited(1), exited(1, Verdict.REFUSED)), False, True, 78),
         (judge(exited(1, Verdict.REFUSED, by_us=True)), True, False, 0),
         (judge(exited(7), ever_attached=False), False, True, 7),
-        (judge(exited(-9), ever_attached=False), False, True, 1),
+        (judge(exited(-11), ever_attached=False), False, True, 1),
+        (judge(exited(-9), ever_attached=False), True, True, 0),
+        (judge(exited(-15), ever_attached=False), True, True, 0),
         (judge(exited(1, Verdict.UNREADABLE)), True, True, 0),
     ],
 )

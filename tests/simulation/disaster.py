@@ -175,11 +175,9 @@ class Disaster:
                 self.loop.call_later(seconds / 2, self.cluster.notice, node, NoticeKind.CANCEL, None, notice_id)
 
     def _worker_dies(self) -> None:
-        """Once any has attached: before that a dying worker is the script's own mistake, and ends the job."""
         node = self._node()
         living = node.runtime.alive() if node is not None else []
-        supervisor = node.run.supervisor if node is not None else None
-        if living and supervisor is not None and supervisor.job.ever_attached:
+        if living:
             self.random.choice(living).kill()
 
     def _supervisor_dies(self) -> None:

@@ -162,3 +162,13 @@ async def test_a_lost_node_is_not_let_in_again(client: aiohttp.ClientSession, su
     async with client.ws_connect("/agent") as socket:
         await socket.send_json({"node": "node-0", "received": 0, "life": ""})
         assert "refused" in await socket.receive_json()
+
+
+async def test_a_node_that_was_given_back_unheard_is_not_let_in(
+    client: aiohttp.ClientSession, supervisor: Supervisor
+) -> None:
+    """Its agent hung while an earlier supervisor's nodes were awaited; its scheduler ends it."""
+    supervisor.links.dismiss("node-0")
+    async with client.ws_connect("/agent") as socket:
+        await socket.send_json({"node": "node-0", "received": 0, "life": "an earlier one"})
+        assert "refused" in await socket.receive_json()
