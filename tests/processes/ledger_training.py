@@ -12,21 +12,17 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
-# A third of torch's import, for devices that are not here. (The kill times pay for every start of a worker.)
-sys.modules["torch._meta_registrations"] = types.ModuleType("torch._meta_registrations")
+import numpy as np
+import quick_torch  # noqa: F401  # first of all that imports torch
+import torch
+import torch.distributed as dist
+from crc32c import crc32c
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from crc32c import crc32c  # noqa: E402
-
-import orchestrator  # noqa: E402
+import orchestrator
 
 STEPS = int(os.environ["STEPS"])
 SAVE_EVERY = int(os.environ["SAVE_EVERY"])
@@ -54,7 +50,6 @@ class Net(torch.nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    do_without_the_compiler()
     torch.manual_seed(7)
     net = Net()
     inputs, targets = torch.randn(4096, 64), torch.randn(4096, 1)
@@ -84,14 +79,6 @@ def main() -> None:
         if pace.exists():
             time.sleep(max(0.0, STEP_SECONDS - (time.monotonic() - began)))
     enter(run.generation, STEPS, **state)
-
-
-def do_without_the_compiler() -> None:
-    """The first optimizer imports torch's whole compiler, half of a worker's start. Nothing is compiled here."""
-    dynamo: Any = types.ModuleType("torch._dynamo")
-    dynamo.disable = lambda function=None, *_, **__: function
-    dynamo.graph_break = lambda: None
-    sys.modules["torch._dynamo"] = torch._dynamo = dynamo
 
 
 def average_gradients(net: Net) -> None:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import quick_torch  # noqa: F401  # first of all that imports torch
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
