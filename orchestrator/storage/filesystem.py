@@ -200,8 +200,8 @@ class FolderStore:
             return StoreFullError(key, f"{word} in {self._root} ({_free_bytes(self._root)} bytes free)")
         if error.errno in _DENIED:
             return StoreDeniedError(key, f"the folder {self._root} does not let this user do that: {reason}")
-        if error.errno == errno.ENOTDIR:
-            return StoreDeniedError(key, f"there is a file where a folder of {self._root} should be")
+        if error.errno == errno.ENOTDIR and not self._root.is_dir():
+            return StoreDeniedError(key, f"there is a file where the folder {self._root} should be")
         if error.errno in (errno.ENOENT, errno.EISDIR):
             return NotFoundError(key, "no such object")
         if error.errno == errno.ELOOP:

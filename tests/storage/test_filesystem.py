@@ -181,7 +181,7 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     store = FolderStore(tmp_path / below)
     for action in (lambda: store.create("key", [b"x"]), lambda: store.read("key"), lambda: store.entries("")):
-        with pytest.raises(StoreDeniedError, match="a file where a folder"):
+        with pytest.raises(StoreDeniedError, match="a file where the folder"):
             action()
 
 
