@@ -20,7 +20,7 @@ from orchestrator.core.messages import (
     ReleaseNode,
     RequestNodes,
 )
-from orchestrator.core.ranks import NOBODY, Ranks
+from orchestrator.core.ranks import NOBODY, Ranks, RankSet
 from orchestrator.core.states import Ending, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
@@ -277,5 +277,11 @@ def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
     """Preflight: print once, for the whole gang, what saving will need."""
     if not turn.is_present(event.generation):
         return
-    turn.set(ranks=turn.job.ranks.plan(event.rank, slot_bytes=event.slot_bytes, unique_bytes=event.unique_bytes))
+    ranks = turn.job.ranks.plan(
+        event.rank,
+        slot_bytes=event.slot_bytes,
+        unique_bytes=event.unique_bytes,
+        twins=tuple(map(RankSet.of, event.twins)),
+    )
+    turn.set(ranks=ranks)
     preflight.report(turn)

@@ -201,6 +201,11 @@ class RankPlanned:
     rank: int
     slot_bytes: int
     unique_bytes: int
+    twins: tuple[tuple[int, ...], ...] = ()
+    """Each set of ranks, this one among them, that hold a part of the state alike, but for the set of all ranks.
+
+    The set of this rank alone: it holds something that nobody else has.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
