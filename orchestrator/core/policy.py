@@ -1,9 +1,8 @@
-"""The rhythm of periodic saves, and what follows from workers' exits. Pure; each answer carries its reason."""
+"""The rhythm of periodic saves, when nodes are let in, what follows from exits. Pure; every answer has its reason."""
 
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,8 +55,8 @@ def worth_growing(
     return Growth(worth_it=worth_it, reason=reason)
 
 
-KILLED = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of workers that somebody else ended: no mistake of the script's, even before it has attached."""
+KILLED = (-9, -15)
+"""Exit codes of workers that somebody else ended (SIGKILL, SIGTERM): no mistake of the script's, attached or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
