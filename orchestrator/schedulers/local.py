@@ -1,6 +1,6 @@
-"""Nodes as process groups on this host. The same agent, supervisor and store code as on a cluster.
+"""Nodes as sessions of processes on this host. The same agent, supervisor and store code as on a cluster.
 
-Losing a node kills its process group and deletes its staging folder. Nodes that a dead supervisor left running are
+Losing a node kills its session and deletes its staging folder. Nodes that a dead supervisor left running are
 taken back at the next start if they were started on the same terms, and ended otherwise (`schedulers.leftovers`).
 """
 
