@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.catalog import Standing, survey
+from orchestrator.checkpoint.catalog import survey
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Request, Requested
 from orchestrator.storage.opening import open_store
@@ -191,9 +191,9 @@ async def test_drain_and_resume(tmp_path: Path, staging: str, reference: dict[st
 
     drained = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario)
     assert drained.finish.exit_code == 75
-    standing = survey(drained.store).entries[0]
-    assert standing.standing is Standing.COMMITTED
-    assert standing.id.step >= 14
+    saved = survey(drained.store).newest()  # a periodic save that was decided for a later step is abandoned
+    assert saved is not None
+    assert saved.id.step >= 14
     resumed = await run_job(tmp_path, nodes="2", staging=staging)
     assert resumed.finish.exit_code == 0
     assert final_digests(resumed.store) == reference
