@@ -2,7 +2,7 @@
 
 What is real: every decision (when to save, to leave, to grow, whom to form with, what to wait for). What is simulated,
 coarsely and without chance: nodes that come and go as the trace says, the gang (`gang`), the store's answers, messages
-that take a fixed time. Called by `cli.simulate`. Time is counted in whole microseconds.
+that take a fixed time. Called by `comparison`. Time is counted in whole microseconds.
 """
 
 from __future__ import annotations
