@@ -77,6 +77,7 @@ def consider(turn: Turn) -> None:
         return
     members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
+    members = (opener, *(name for name in members if name != opener))  # rank 0 is where its workers meet
     turn.set(members=members, opener=opener)
     turn.do(OpenGeneration(node=opener, own=job.own, avoid=job.avoid))
     turn.go(Trigger.ENOUGH_NODES)
