@@ -60,10 +60,19 @@ def read_leftovers(path: Path) -> Leftovers:
     """What the file says; nothing at all if it is not there or not whole."""
     try:
         found = json.loads(path.read_text())
-        nodes = tuple(Leftover(**node) for node in found["nodes"])
+        nodes = tuple(_leftover(**node) for node in found["nodes"])
         return Leftovers(claimant=str(found["claimant"]), terms=str(found["terms"]), nodes=nodes)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return Leftovers(claimant="", terms="", nodes=())
+
+
+def _leftover(*, number: object, pid: object, started_ticks: object, staging: object) -> Leftover:
+    """Raises ValueError for what was never written here: folders are removed and processes killed by it."""
+    if not (isinstance(number, int) and isinstance(pid, int) and isinstance(started_ticks, int | None)):
+        raise ValueError("a node's number, pid and start are numbers")
+    if number < 0 or pid <= 1 or not isinstance(staging, str) or not Path(staging).is_absolute():
+        raise ValueError("a node has a number, a process and a folder")
+    return Leftover(number=number, pid=pid, started_ticks=started_ticks, staging=staging)
 
 
 def write_leftovers(path: Path, *, claimant: str, terms: str, nodes: Iterable[Leftover]) -> None:

@@ -145,10 +145,6 @@ class LocalScheduler:
             self._start_failures += 1
             self._on_lost(name, f"its agent could not be started: {error.strerror}")
             return
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(settings.encode())
-            process.stdin.close()
         self._watch(
             _Node(
                 number=number,
@@ -160,7 +156,11 @@ class LocalScheduler:
                 pidfd=os.pidfd_open(process.pid),
             )
         )
-        self._write_state()
+        self._write_state()  # before it learns what to do: no node works that a later supervisor would not find
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(settings.encode())
+            process.stdin.close()
 
     def _gone(self, node: _Node) -> None:
         self._forget(node)
@@ -221,4 +221,5 @@ class LocalScheduler:
             self._kill(node)
         while self._nodes and time.monotonic() < until + STOP_SECONDS:
             await asyncio.sleep(0.02)
-        self._state_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # whatever stands there in its place, it is not needed
+            self._state_file.unlink(missing_ok=True)
