@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import IO
 
 from orchestrator.errors import ConfigError, FencedError, SupervisorError
 from orchestrator.schedulers.leftovers import start_ticks
+
+_OWNER = re.compile(rb"local-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +72,23 @@ class StateFolder:
             self._lock = None
 
     def owner(self) -> str:
-        """The owner id, made at the first call: the same for every start of this job from this host and user."""
+        """The owner id, made at the first call: the same for every start of this job from this host and user.
+
+        Raises ConfigError if what stands in its file is none: under a wrong one the job would be another owner's.
+        """
         path = self.path / "owner"
         try:
-            return path.read_text().strip()
+            found = path.read_bytes().strip()
+            if _OWNER.fullmatch(found):
+                return found.decode()
+            problem = "holds no owner id"
         except FileNotFoundError:
             owner = f"local-{secrets.token_hex(8)}"
             _write_private(path, owner)
             return owner
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        raise ConfigError(f"{path} {problem}; remove it and give the command once with --take-over")
 
     def published_token(self) -> str | None:
         """The token of the supervisor that published its address last, if it did."""
@@ -142,4 +154,6 @@ def _write_private(path: Path, text: str) -> None:
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else a crash of the machine may leave an empty file in its place
     draft.rename(path)
