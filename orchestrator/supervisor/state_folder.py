@@ -6,6 +6,7 @@ verbs the address and token of the running supervisor.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -67,7 +68,8 @@ class StateFolder:
     def release(self) -> None:
         """Give the lock back."""
         if self._lock is not None:
-            self.address_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file that stays names a process that is gone
+                self.address_path.unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -150,10 +152,14 @@ def _published() -> list[SupervisorAddress]:
 
 
 def _write_private(path: Path, text: str) -> None:
+    """Raises ConfigError: without what stands there neither agents nor the next start would find their way."""
     draft = path.with_name(path.name + ".draft")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # else a crash of the machine may leave an empty file in its place
-    draft.rename(path)
+    try:
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the machine may leave an empty file in its place
+        draft.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

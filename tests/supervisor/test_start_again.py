@@ -194,6 +194,24 @@ def test_an_owner_that_is_not_whole_is_said_before_anything_starts(
     job.state.release()
 
 
+@pytest.mark.parametrize("name", ["owner", "supervisor.json"])
+def test_a_state_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = LocalJob(config(tmp_path), LocalJobOptions(job_url="url"))
+    (job.state.path / f"{name}.draft").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{name} cannot be written: Is a directory"):
+        start(job)
+    job.state.release()
+
+
+def start(job: LocalJob) -> None:
+    """What writes into the state folder before the first node is asked for."""
+    job.acquire()
+    job.state.publish("http://127.0.0.1:1", "token")
+
+
 def test_beside_a_living_supervisor_nothing_is_taken_and_nothing_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
