@@ -45,6 +45,8 @@ class Leftover:
             while self.is_alive() and time.monotonic() < until:
                 time.sleep(0.01)
         shutil.rmtree(self.staging, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the run's folder, if this was the last of its nodes
+            Path(self.staging).parent.rmdir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
