@@ -332,6 +332,7 @@ class Agent:
             self._gang.remove_files()
         self._saves = LocalSaves(action.generation, action.world_size)
         try:
+            self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied it away
             gang = LocalGang(self._settings, self._ports.runtime, action, self._objects_url, self._objects_token)
         except OSError as error:
             self._refuse_launch(action, error)

@@ -49,6 +49,12 @@ class FolderStore:
     def create(self, key: str, pieces: Iterable[Piece]) -> None:
         """See the port. Two flushes to the disk per object, one more for each folder used for the first time."""
         *folders, name = key_parts(key)
+        try:
+            self._create(key, folders, name, pieces)
+        except NotFoundError as error:  # of the folder: nothing is there to be found yet
+            raise StoreError(key, f"the folder {self._root} went away, or cannot be made") from error
+
+    def _create(self, key: str, folders: list[str], name: str, pieces: Iterable[Piece]) -> None:
         with self._made_folder(key, folders) as folder:
             if _exists(folder, name):  # spares writing gigabytes in vain; the link below is what decides
                 raise AlreadyExistsError(key, "is there already")
@@ -204,6 +210,8 @@ class FolderStore:
             return StoreDeniedError(key, f"there is a file where the folder {self._root} should be")
         if error.errno in (errno.ENOENT, errno.EISDIR):
             return NotFoundError(key, "no such object")
+        if error.errno == errno.ENAMETOOLONG:
+            return StoreDeniedError(key, f"the name of the folder {self._root}, or of the key in it, is too long")
         if error.errno == errno.ELOOP:
             return _link_error(key, key)
         return StoreError(key, f"the folder {self._root} failed: {reason}")

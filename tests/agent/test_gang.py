@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -470,3 +471,20 @@ def test_an_upload_that_outlives_its_generation_is_told_that_its_slot_is_gone(ga
     gang.workers[0].control.close()
     assert holds() is False
     gang.workers[0].control = ControlBlock.open(gang.workers[0].control.path)
+
+
+def test_a_worker_that_failed_where_its_output_found_no_space_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it printed last is not in the log: without this the sentence would be that it printed nothing."""
+    gang = gang_in(tmp_path / "staging", count=1)
+    worker = gang.workers[0]
+    assert worker.log_path is not None
+    worker.log_path.parent.mkdir(parents=True, exist_ok=True)
+    worker.log_path.write_text("step 3")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    worker.exit_code = 0
+    assert gang.exit_event(worker).evidence == "step 3"
+    worker.exit_code = 1
+    said = f"no space is left in {worker.log_path.parent}, where its output goes"
+    assert gang.exit_event(worker).evidence.splitlines() == ["step 3", said]
