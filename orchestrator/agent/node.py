@@ -345,7 +345,7 @@ class Agent:
                 inheritance=inheritance,
             )
         except OSError as error:
-            self._refuse_launch(action, f"{self._settings.staging}: {error.strerror}: give it more, or name another")
+            self._refuse_launch(action, error)
             return
         self._gang = gang
         if self._settings.attach_folder is None:
@@ -353,9 +353,13 @@ class Agent:
         else:
             await self._adopt(gang, self._settings.attach_folder)
 
-    def _refuse_launch(self, action: LaunchWorkers, reason: str) -> None:
+    def _refuse_launch(self, action: LaunchWorkers, error: OSError) -> None:
         """No worker can be started here, and trying again would not help."""
         self._gang = None
+        evidence = (
+            f"the staging folder {self._settings.staging} cannot be used: {error.strerror}; "
+            "make room in it, or name another staging folder"
+        )
         for rank in range(action.first_rank, action.first_rank + action.count):
             self._post(
                 RankExited(
@@ -366,7 +370,7 @@ class Agent:
                     attached=False,
                     verdict=Verdict.REFUSED,
                     ended_by_us=False,
-                    evidence=f"the staging folder {reason}",
+                    evidence=evidence,
                 )
             )
 
@@ -462,6 +466,12 @@ class Agent:
         if self._alone(self._clock.monotonic()):
             await self._actions.commit_alone(place.checkpoint)
 
+    def _forget_upload(self, place: ShardPlace) -> None:
+        """It failed: whoever orders it again gets it."""
+        gang = self._gang
+        if gang is not None and gang.generation == place.checkpoint.generation and place.rank in gang.ranks:
+            gang.worker_of(place.rank).reported.pop(f"upload-{place.checkpoint.step}", None)
+
     # -- hand-over ---------------------------------------------------------------------------------------
 
     def _staged_slot(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:
@@ -472,12 +482,6 @@ class Agent:
         """Where else a shard of the base may be in memory."""
         url = None if self._gang is None else self._gang.holder_url(rank)
         return None if url == self._objects_url else url
-
-    def _forget_upload(self, place: ShardPlace) -> None:
-        """It failed: whoever orders it again gets it."""
-        gang = self._gang
-        if gang is not None and gang.generation == place.checkpoint.generation and place.rank in gang.ranks:
-            gang.worker_of(place.rank).reported.pop(f"upload-{place.checkpoint.step}", None)
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:

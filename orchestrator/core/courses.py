@@ -11,7 +11,7 @@ from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Node, Phase
 from orchestrator.core.turn import Turn
 
-MAKES_IT = "course chosen"
+COURSE_CHOSEN = "course chosen"
 CANNOT_MAKE_IT = "cannot make it"
 
 
@@ -78,7 +78,7 @@ def _tell(turn: Turn, before: Choice | None, choice: Choice, remaining_seconds: 
         needed_seconds=choice.needed_seconds,
         remaining_seconds=remaining_seconds,
     )
-    kind = MAKES_IT if choice.makes_it or not trained else CANNOT_MAKE_IT
+    kind = COURSE_CHOSEN if choice.makes_it or not trained else CANNOT_MAKE_IT
     turn.note(kind, choice.reason, step=choice.step, facts=facts)
 
 

@@ -25,7 +25,7 @@ from orchestrator.core.states import Ending, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
 
-FIRST_OPEN_ATTEMPTS_MAX = 4
+FIRST_OPEN_RETRIES_MAX = 4  # at the very start of a job; later a failing store is asked for ever
 OPEN_PAUSE_SECONDS_MAX = 60.0  # between two attempts to open a generation while the store fails
 
 
@@ -77,6 +77,7 @@ def consider(turn: Turn) -> None:
         return
     members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
+    members = (opener, *(name for name in members if name != opener))  # rank 0 is where its workers meet
     turn.set(members=members, opener=opener)
     turn.do(OpenGeneration(node=opener, own=job.own, avoid=job.avoid))
     turn.go(Trigger.ENOUGH_NODES)
@@ -220,7 +221,7 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
     if job.phase is not Phase.OPENING or event.node != job.opener:
         return
     started = job.own is not None or job.ever_attached
-    hopeful = event.refusal is Refusal.STORE and job.open_failures < FIRST_OPEN_ATTEMPTS_MAX
+    hopeful = event.refusal is Refusal.STORE and job.open_failures < FIRST_OPEN_RETRIES_MAX
     if hopeful or (started and event.refusal in (Refusal.STORE, Refusal.DENIED)):
         turn.note("store failed", f"no generation could be opened: {event.reason}", node=event.node)
         turn.go(Trigger.OPEN_FAILED)

@@ -159,7 +159,10 @@ class NoticeReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOpened:
-    """Claimed, rolled forward, base written: what every rank of this generation loads."""
+    """Claimed, rolled forward, base written: what every rank of this generation loads.
+
+    The workers meet on this node, which is rank 0's: where torch's rank 0 listens.
+    """
 
     node: str
     generation: int
