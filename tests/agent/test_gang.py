@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from orchestrator.agent.gang import LocalGang
+from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.workers import ProcessRuntime
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, Record, SlotState, WorkerPhase
@@ -58,7 +59,12 @@ def gang_in(folder: Path, count: int = RANKS, first_rank: int = 0) -> LocalGang:
         meeting_port=1,
     )
     return LocalGang(
-        settings_in(folder, workers=count), ProcessRuntime(), action, "http://127.0.0.1:2", "objects token"
+        settings_in(folder, workers=count),
+        ProcessRuntime(),
+        action,
+        "http://127.0.0.1:2",
+        "objects token",
+        inheritance=Inheritance(),
     )
 
 
@@ -66,7 +72,7 @@ def gang_in(folder: Path, count: int = RANKS, first_rank: int = 0) -> LocalGang:
 def gang(tmp_path: Path) -> Iterator[LocalGang]:
     made = gang_in(tmp_path / "staging")
     yield made
-    made.remove_files()
+    made.hand_down(None, lambda _: True)
 
 
 def prepare(gang: LocalGang, ballot: int, step: int) -> None:
@@ -111,7 +117,7 @@ def test_each_rank_gets_a_launch_file_and_a_control_block(tmp_path: Path) -> Non
         assert worker.launch_path.stat().st_mode & 0o777 == 0o600
     for worker in gang.workers:
         worker.slot_paths[0].write_bytes(b"staged")
-    gang.remove_files()
+    gang.hand_down(None, lambda _: True)
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
