@@ -333,7 +333,7 @@ class Agent:
             await self._end_gang(self._gang)
             if asked_by != self._supervisors_met:
                 return  # the new supervisor was told of the gang before this one
-            inheritance = self._gang.hand_down(action.base, self._uploads.reading)
+            inheritance = self._gang.hand_down(action.base if action.holders else None, self._uploads.reading)
         self._saves = LocalSaves(action.generation, action.world_size)
         try:
             self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied it away

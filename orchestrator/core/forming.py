@@ -154,7 +154,7 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     job = turn.job
     step_seconds = job.ranks.step_seconds.highest or job.measured.step_seconds
     base_gang = nearby.gang_of_base(job, event.base)
-    holders = nearby.holders(job, base_gang)
+    holders = nearby.holders(job, base_gang, event.base)
     turn.set(
         base_gang=base_gang,
         gang=gang,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orchestrator.core.ladder import may_read_memory
 from orchestrator.core.membership import Gang, Place
 from orchestrator.core.messages import CheckpointId, Holder
 from orchestrator.core.states import Job
@@ -21,10 +22,12 @@ def gang_of_base(job: Job, base: CheckpointId | None) -> Gang | None:
     return next((gang for gang in known if gang and base and gang.generation == base.generation), None)
 
 
-def holders(job: Job, gang: Gang | None) -> Callable[[Place], tuple[Holder, ...]]:
+def holders(job: Job, gang: Gang | None, base: CheckpointId | None) -> Callable[[Place], tuple[Holder, ...]]:
     """What the node at a place of the new gang is told; `gang` staged the base."""
-    found = {place.first_rank: holder for place in (gang.places if gang else ()) if (holder := _holder(job, place))}
-    if gang is None or len(gang.places) <= HOLDERS_MAX:
+    if gang is None or base is None or not may_read_memory(job.attempts, base):
+        return lambda place: ()
+    found = {place.first_rank: holder for place in gang.places if (holder := _holder(job, place))}
+    if len(gang.places) <= HOLDERS_MAX:
         everyone = tuple(found.values())
         return lambda place: everyone
     return lambda place: (found[place.first_rank],) if place.first_rank in found else ()
