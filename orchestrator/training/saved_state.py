@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
-from orchestrator.checkpoint.layout import Scope, ShardPlan, plan_shard
+from orchestrator.checkpoint.layout import Scope, ShardPlan, Shares, holder_sets, plan_shard
 from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_state, read_receipt
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.staging import Metadata, SlotFile
@@ -46,13 +46,16 @@ class SavedState:
         self._optimizers = optimizers
         self._accept = accept
         self._slots = tuple(SlotFile(Path(path)) for path in launch.slot_paths)
+        self._shares = Shares(launch.rank, launch.world_size)
         self._plans: dict[tuple[int, ...], ShardPlan] = {}
         self._specs: object = None
         self._rng: rng.RngState | None = None
         self.restored = False
         self.planned = False
         self.unique_bytes = 0
-        """Bytes of the shard that no other rank holds: the header's. All tensors that can be saved are held alike."""
+        """Bytes of the shard that no other rank holds, the header's among them."""
+        self.twins: tuple[tuple[int, ...], ...] = ()
+        """For each part of the state that this rank has and not all have: the ranks that hold it."""
         self._step = 0
 
     # -- saving ------------------------------------------------------------------------------------------
@@ -65,7 +68,8 @@ class SavedState:
         captured, metadata = self._capture(self._step)
         plans = [self._plan_for(captured, metadata, absent) for absent in self._possible_absences()]
         size = max(plan.size_bytes for plan in plans)
-        self.unique_bytes = max(plan.header_bytes for plan in plans)
+        self.unique_bytes = max(plan.unique_bytes(self._launch.rank) for plan in plans)
+        self.twins = holder_sets(plans[0].specs, self._launch.world_size)
         for slot in self._slots:
             slot.reserve(size)
         self.planned = True
@@ -109,7 +113,7 @@ class SavedState:
         return self._plans[absent]
 
     def _capture(self, step: int) -> tuple[Captured, Metadata]:
-        captured = Captured()
+        captured = Captured(shares=self._shares)
         objects = {part.name: part.capture(captured) for part in self._parts}
         state = rng.capture()
         prefix = f"rank.{self._launch.rank:05d}.rng."
