@@ -31,7 +31,7 @@ class JobConfig(BaseModel):
     command: Annotated[tuple[str, ...], Field(validate_default=True)] = ()
     """The training command, as given after `--`."""
     scheduler: str = "local"
-    """Where nodes come from. This release: local (nodes are process groups on this machine)."""
+    """Where nodes come from. This release: local (nodes are sessions of processes on this machine)."""
     nodes: str = "1"
     """MIN:MAX or one number: with fewer than MIN nodes the job waits, more than MAX it does not ask for."""
     workers_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -41,7 +41,7 @@ class JobConfig(BaseModel):
     grace_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """Seconds that a signal leaves where its sender does not say (30: what most clouds give at least)."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Failures without a new checkpoint in between before the job stops. Preemptions never count."""
+    """Failures from one checkpoint before an older one is tried (as often); then the job stops. Not preemptions."""
     gather_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
     """How long the first start waits for more than MIN nodes."""
     reform_seconds: Annotated[float, Field(ge=0, le=86400)] = 2.0

@@ -9,7 +9,14 @@ from typing import Any
 
 import aiohttp
 
-from orchestrator.agent.link import HEARTBEAT_SECONDS, Connect, FrameSocket, WebSocketLink, send_frames
+from orchestrator.agent.link import (
+    GREETING_SECONDS,
+    HEARTBEAT_SECONDS,
+    Connect,
+    FrameSocket,
+    WebSocketLink,
+    send_frames,
+)
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel
 from orchestrator.clock import Clock
@@ -18,7 +25,6 @@ from orchestrator.schedulers.leftovers import start_ticks
 
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_MAX = 2.0
-GREETING_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 NOT_WANTED = (401, 403, 409)
 

@@ -18,6 +18,7 @@ from orchestrator.agent.wire import Channel
 
 ACKNOWLEDGE_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
+GREETING_SECONDS = 10.0  # how long either end waits for the other's first word
 
 
 class FrameSocket(Protocol):

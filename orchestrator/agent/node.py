@@ -334,7 +334,7 @@ class Agent:
         try:
             gang = LocalGang(self._settings, self._ports.runtime, action, self._objects_url, self._objects_token)
         except OSError as error:
-            self._refuse_launch(action, f"{self._settings.staging}: {error.strerror}: give it more, or name another")
+            self._refuse_launch(action, error)
             return
         self._gang = gang
         if self._settings.attach_folder is None:
@@ -342,9 +342,13 @@ class Agent:
         else:
             await self._adopt(gang, self._settings.attach_folder)
 
-    def _refuse_launch(self, action: LaunchWorkers, reason: str) -> None:
+    def _refuse_launch(self, action: LaunchWorkers, error: OSError) -> None:
         """No worker can be started here, and trying again would not help."""
         self._gang = None
+        evidence = (
+            f"the staging folder {self._settings.staging} cannot be used: {error.strerror}; "
+            "make room in it, or name another staging folder"
+        )
         for rank in range(action.first_rank, action.first_rank + action.count):
             self._post(
                 RankExited(
@@ -355,7 +359,7 @@ class Agent:
                     attached=False,
                     verdict=Verdict.REFUSED,
                     ended_by_us=False,
-                    evidence=f"the staging folder {reason}",
+                    evidence=evidence,
                 )
             )
 
@@ -451,6 +455,12 @@ class Agent:
         if self._alone(self._clock.monotonic()):
             await self._actions.commit_alone(place.checkpoint)
 
+    def _forget_upload(self, place: ShardPlace) -> None:
+        """It failed: whoever orders it again gets it."""
+        gang = self._gang
+        if gang is not None and gang.generation == place.checkpoint.generation and place.rank in gang.ranks:
+            gang.worker_of(place.rank).reported.pop(f"upload-{place.checkpoint.step}", None)
+
     # -- hand-over ---------------------------------------------------------------------------------------
 
     def _staged_slot(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:
@@ -460,12 +470,6 @@ class Agent:
             return None
         slots = gang.staged_slots(checkpoint.step)
         return next(((worker.slot_paths[index], size) for worker, index, size in slots if worker.rank == rank), None)
-
-    def _forget_upload(self, place: ShardPlace) -> None:
-        """It failed: whoever orders it again gets it."""
-        gang = self._gang
-        if gang is not None and gang.generation == place.checkpoint.generation and place.rank in gang.ranks:
-            gang.worker_of(place.rank).reported.pop(f"upload-{place.checkpoint.step}", None)
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:

@@ -1,6 +1,7 @@
-"""Serves an agent's objects to its peers over HTTP: the other end of `storage/peers`, which describes the protocol.
+"""Serves an agent's objects to its workers and peers over HTTP: the other end of `storage.peers`.
 
-Not here: TLS, and what the agent puts into the store. Called by `agent/node`.
+That one describes the protocol. Not here: TLS, and which objects there are (`agent.staged`). The server is made by
+`agent.ports`; `supervisor.server` checks tokens in the same way.
 """
 
 from __future__ import annotations

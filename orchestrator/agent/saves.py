@@ -21,6 +21,8 @@ class LocalSaves:
         self._alone: dict[int, Upload] = {}
         self._uploaded: dict[tuple[int, int], Uploaded] = {}
         self._settled: dict[int, bool] = {}
+        self.committed_step: int | None = None
+        """The newest step that this node knows as committed."""
 
     def decide(self, action: Decide) -> None:
         """The supervisor has decided a step."""
@@ -60,17 +62,15 @@ class LocalSaves:
     def settle(self, action: Settled) -> None:
         """The step's index is decided."""
         self._settled[action.step] = action.committed
+        if action.committed:
+            self.committed_step = max(action.step, self.committed_step or 0)
 
     def may_free(self, step: int) -> bool:
         """A settled step's slot is free once a newer step is complete, or at once if it was abandoned."""
         if step not in self._settled:
             return False
-        return not self._settled[step] or any(step < newer for newer in self._ordered)
-
-    @property
-    def committed_step(self) -> int | None:
-        """The newest step that this node knows as committed."""
-        return max((step for step, committed in self._settled.items() if committed), default=None)
+        newest_complete = max((*self._ordered, self.committed_step or 0))
+        return not self._settled[step] or step < newest_complete
 
     def undecided(self, staged: Mapping[int, tuple[int, ...]]) -> tuple[StepDecided, ...]:
         """Decided steps whose index is not known; `staged` gives this node's ranks that hold each step."""
@@ -81,7 +81,7 @@ class LocalSaves:
         )
 
     def _forget_settled(self) -> None:
-        """What was settled before the newest committed step concerns nobody any more, but for its slot."""
+        """A settled step is neither uploaded nor told of again; how it was settled still says when its slot is free."""
         for step in [step for step in self._decided if step in self._settled]:
             del self._decided[step]
             self._ordered.pop(step, None)

@@ -11,7 +11,7 @@ from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Node, Phase
 from orchestrator.core.turn import Turn
 
-MAKES_IT = "course chosen"
+COURSE_CHOSEN = "course chosen"
 CANNOT_MAKE_IT = "cannot make it"
 
 
@@ -78,7 +78,7 @@ def _tell(turn: Turn, before: Choice | None, choice: Choice, remaining_seconds: 
         needed_seconds=choice.needed_seconds,
         remaining_seconds=remaining_seconds,
     )
-    kind = MAKES_IT if choice.makes_it or not trained else CANNOT_MAKE_IT
+    kind = COURSE_CHOSEN if choice.makes_it or not trained else CANNOT_MAKE_IT
     turn.note(kind, choice.reason, step=choice.step, facts=facts)
 
 
@@ -99,15 +99,17 @@ def _situation(turn: Turn, victims: RankSet, first: Node | None, *, may_wait: bo
     step = next_step(turn).step
     if job.proposal is not None:
         step = job.proposal.step if step is None else min(step, job.proposal.step)
-    everyone = job.ranks.everyone <= victims
-    sizes = job.ranks.slot_bytes if everyone else job.ranks.unique_bytes
+    dispensable = job.ranks.dispensable(victims)
+    own_bytes = [
+        job.ranks.unique_bytes[rank] if rank in dispensable else job.ranks.slot_bytes[rank] for rank in victims
+    ]
     return Situation(
         remaining_seconds=None if deadline_seconds is None else max(deadline_seconds - turn.now, 0.0),
         trained=job.highest_step > job.ranks.base_step,
         next_step=step,
         steps_away=0 if step is None else max(0, step - job.highest_step),
         idle_seconds=turn.now - job.progress_at_seconds,
-        unique_bytes=max((sizes[rank] for rank in victims), default=0),
+        unique_bytes=max(own_bytes, default=0),
         pending=_pending(turn, victims),
         can_hand_over=job.available_count > 0 and all(job.nodes[name].objects_url for name in turn.going_members()),
         standing=_standing(turn),

@@ -20,12 +20,12 @@ from orchestrator.core.messages import (
     ReleaseNode,
     RequestNodes,
 )
-from orchestrator.core.ranks import NOBODY, Ranks
+from orchestrator.core.ranks import NOBODY, Ranks, RankSet
 from orchestrator.core.states import Ending, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
 
-FIRST_OPEN_ATTEMPTS_MAX = 4
+FIRST_OPEN_RETRIES_MAX = 4  # at the very start of a job; later a failing store is asked for ever
 OPEN_PAUSE_SECONDS_MAX = 60.0  # between two attempts to open a generation while the store fails
 
 
@@ -77,6 +77,7 @@ def consider(turn: Turn) -> None:
         return
     members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
+    members = (opener, *(name for name in members if name != opener))  # rank 0 is where its workers meet
     turn.set(members=members, opener=opener)
     turn.do(OpenGeneration(node=opener, own=job.own, avoid=job.avoid))
     turn.go(Trigger.ENOUGH_NODES)
@@ -216,7 +217,7 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
     if job.phase is not Phase.OPENING or event.node != job.opener:
         return
     started = job.own is not None or job.ever_attached
-    hopeful = event.refusal is Refusal.STORE and job.open_failures < FIRST_OPEN_ATTEMPTS_MAX
+    hopeful = event.refusal is Refusal.STORE and job.open_failures < FIRST_OPEN_RETRIES_MAX
     if hopeful or (started and event.refusal in (Refusal.STORE, Refusal.DENIED)):
         turn.note("store failed", f"no generation could be opened: {event.reason}", node=event.node)
         turn.go(Trigger.OPEN_FAILED)
@@ -277,5 +278,11 @@ def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
     """Preflight: print once, for the whole gang, what saving will need."""
     if not turn.is_present(event.generation):
         return
-    turn.set(ranks=turn.job.ranks.plan(event.rank, slot_bytes=event.slot_bytes, unique_bytes=event.unique_bytes))
+    ranks = turn.job.ranks.plan(
+        event.rank,
+        slot_bytes=event.slot_bytes,
+        unique_bytes=event.unique_bytes,
+        twins=tuple(map(RankSet.of, event.twins)),
+    )
+    turn.set(ranks=ranks)
     preflight.report(turn)

@@ -1,9 +1,9 @@
 """The decision maker: `step(job, event, now) → (job, actions)`. Pure: same values in, same values out.
 
 The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
-`leaving`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`, `settling`; `clearing` and
-`finishing` end a generation and the job. Imports among them point down only. The supervisor (`supervisor.loop`) is the
-only caller outside tests and simulation.
+`returning`, `leaving`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`, `settling`;
+`clearing` and `finishing` end a generation and the job. Imports among them point down only. The
+supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
 """
 
 from __future__ import annotations

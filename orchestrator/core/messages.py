@@ -159,7 +159,10 @@ class NoticeReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOpened:
-    """Claimed, rolled forward, base written: what every rank of this generation loads."""
+    """Claimed, rolled forward, base written: what every rank of this generation loads.
+
+    The workers meet on this node, which is rank 0's: where torch's rank 0 listens.
+    """
 
     node: str
     generation: int
@@ -201,6 +204,11 @@ class RankPlanned:
     rank: int
     slot_bytes: int
     unique_bytes: int
+    twins: tuple[tuple[int, ...], ...] = ()
+    """Each set of ranks, this one among them, that hold a part of the state alike, but for the set of all ranks.
+
+    The set of this rank alone: it holds something that nobody else has.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

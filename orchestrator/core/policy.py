@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,8 +55,8 @@ def worth_growing(
     return Growth(worth_it=worth_it, reason=reason)
 
 
-KILLED = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of workers that somebody else ended: no mistake of the script's, even before it has attached."""
+KILLED = (-9, -15)
+"""Exit codes of workers that somebody ended by SIGKILL or SIGTERM: no mistake of the script's, even before attach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from orchestrator.core import agreement, breaking, courses, settling, shards
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, periodic_step
-from orchestrator.core.ranks import NOBODY, RankSet
+from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
 
@@ -244,11 +244,10 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
 
 
 def _absent(turn: Turn) -> tuple[RankSet, float | None]:
-    """The ranks that may not be waited for, and the earliest deadline; nobody if everybody is going."""
+    """The ranks that may not be waited for, and the earliest deadline. What only they hold is waited for."""
     job = turn.job
     assert job.gang is not None
     going = turn.going_ranks()
     known = (job.nodes[name].deadline_seconds for name in turn.going_members())
     deadlines = [seconds for seconds in known if seconds is not None]
-    everyone = len(going) == job.gang.world_size
-    return (NOBODY if everyone else going), min(deadlines, default=None)
+    return job.ranks.dispensable(going), min(deadlines, default=None)

@@ -175,6 +175,8 @@ class Ranks(Changeable, Mapping[int, Rank]):
     slot_bytes: Numbers[int] = Numbers()
     unique_bytes: Numbers[int] = Numbers()
     """Of each rank's shard, what no other rank holds."""
+    twins: Column[tuple[RankSet, ...]] = Column()
+    """Of each rank, the sets of ranks that hold a part of its state alike, but for the set of all."""
     staging_bytes: int = 0
     """Sum of all ranks' slots, one slot each."""
     pids: Column[int] = Column()
@@ -199,6 +201,7 @@ class Ranks(Changeable, Mapping[int, Rank]):
             step_seconds=Numbers.filled(0.0, world_size),
             slot_bytes=Numbers.filled(0, world_size),
             unique_bytes=Numbers.filled(0, world_size),
+            twins=Column.filled((), world_size),
             pids=Column.filled(0, world_size),
             exits=Column.filled(None, world_size),
         )
@@ -213,14 +216,21 @@ class Ranks(Changeable, Mapping[int, Rank]):
         ranks = self.reach(rank, max(step, self.steps[rank]))
         return ranks.changed(pids=self.pids.put(rank, pid), attached=self.attached.plus(rank))
 
-    def plan(self, rank: int, *, slot_bytes: int, unique_bytes: int) -> Ranks:
+    def plan(self, rank: int, *, slot_bytes: int, unique_bytes: int, twins: tuple[RankSet, ...] = ()) -> Ranks:
         """A rank's shard layout is known."""
         return self.changed(
             slot_bytes=self.slot_bytes.put(rank, slot_bytes),
             unique_bytes=self.unique_bytes.put(rank, unique_bytes),
+            twins=self.twins.put(rank, twins) if twins else self.twins,
             staging_bytes=self.staging_bytes + slot_bytes - self.slot_bytes[rank],
             planned=self.planned.plus(rank),
         )
+
+    def dispensable(self, going: RankSet) -> RankSet:
+        """Those of `going` without which nothing is lost: whatever they hold, somebody who stays holds as well."""
+        if self.everyone <= going:
+            return NOBODY
+        return going - RankSet.of(rank for rank in going if any(twins <= going for twins in self.twins[rank]))
 
     def reach(self, rank: int, step: int) -> Ranks:
         """A rank is at this step."""

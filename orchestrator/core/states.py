@@ -97,7 +97,7 @@ class JobSpec:
     grace_seconds: float = 30.0
     """Notice that a signal gives where its sender does not say; preflight compares saving with it."""
     failures_max: int = 3
-    """Failures without a new committed checkpoint in between before the job stops; preemptions never count."""
+    """Failures from one base before an older one is tried, as often; then the job stops. Preemptions never count."""
     gather_seconds: float = 30.0
     """How long the first generation waits for more than the smallest number of nodes."""
     reform_seconds: float = 2.0

@@ -19,8 +19,13 @@ from pathlib import Path
 END_SECONDS = 5.0
 
 
+def node_name(number: int) -> str:
+    """What the node with this number is called."""
+    return f"node-{number}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
+class StartedNode:
     """A node as it was when it was started; pid and start time together name one process for ever."""
 
     number: int
@@ -31,7 +36,7 @@ class Leftover:
     @property
     def name(self) -> str:
         """The node's name."""
-        return f"node-{self.number}"
+        return node_name(self.number)
 
     def is_alive(self) -> bool:
         """Whether that very agent still runs."""
@@ -53,20 +58,20 @@ class Leftovers:
 
     claimant: str
     terms: str
-    nodes: tuple[Leftover, ...]
+    nodes: tuple[StartedNode, ...]
 
 
 def read_leftovers(path: Path) -> Leftovers:
     """What the file says; nothing at all if it is not there or not whole."""
     try:
         found = json.loads(path.read_text())
-        nodes = tuple(Leftover(**node) for node in found["nodes"])
+        nodes = tuple(StartedNode(**node) for node in found["nodes"])
         return Leftovers(claimant=str(found["claimant"]), terms=str(found["terms"]), nodes=nodes)
     except (OSError, ValueError, TypeError, KeyError):
         return Leftovers(claimant="", terms="", nodes=())
 
 
-def write_leftovers(path: Path, *, claimant: str, terms: str, nodes: Iterable[Leftover]) -> None:
+def write_leftovers(path: Path, *, claimant: str, terms: str, nodes: Iterable[StartedNode]) -> None:
     """Replace the file. A full disk does not matter: only the next supervisor would miss it."""
     draft = path.with_suffix(".draft")
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""Nodes as process groups on this host. The same agent, supervisor and store code as on a cluster.
+"""Nodes as sessions of processes on this host. The same agent, supervisor and store code as on a cluster.
 
-Losing a node kills its process group and deletes its staging folder. Nodes that a dead supervisor left running are
+Losing a node kills its session and deletes its staging folder. Nodes that a dead supervisor left running are
 taken back at the next start if they were started on the same terms, and ended otherwise (`schedulers.leftovers`).
 """
 
@@ -14,12 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.core.policy import describe_exit
 from orchestrator.schedulers.base import NodeInfo, OnLost
-from orchestrator.schedulers.leftovers import Leftover, kill_session, read_leftovers, start_ticks, write_leftovers
+from orchestrator.schedulers.leftovers import (
+    StartedNode,
+    kill_session,
+    node_name,
+    read_leftovers,
+    start_ticks,
+    write_leftovers,
+)
 
 AGENT_COMMAND = (sys.executable, "-m", "orchestrator.agent")
 START_FAILURES_MAX = 5
@@ -34,19 +41,16 @@ SettingsOf = Callable[[str, str, str, Path], str]
 
 @dataclass(kw_only=True)
 class _Node:
-    number: int
-    pid: int
-    started_ticks: int | None
+    started: StartedNode
     process: subprocess.Popen[bytes] | None
     """None for a node that an earlier supervisor started: its exit status cannot be known."""
-    staging: Path
-    started_seconds: float
     pidfd: int
+    watched_since_seconds: float = field(default_factory=time.monotonic)
     released: bool = False
 
     @property
     def name(self) -> str:
-        return f"node-{self.number}"
+        return self.started.name
 
 
 class LocalScheduler:
@@ -91,7 +95,7 @@ class LocalScheduler:
         self._write_state()
         return tuple(node.name for node in self._nodes.values())
 
-    def _adopt(self, left: Leftover) -> bool:
+    def _adopt(self, left: StartedNode) -> bool:
         try:
             pidfd = os.pidfd_open(left.pid)
         except ProcessLookupError:
@@ -99,17 +103,7 @@ class LocalScheduler:
         if not left.is_alive():  # it died just now, and the number may be another's
             os.close(pidfd)
             return False
-        self._watch(
-            _Node(
-                number=left.number,
-                pid=left.pid,
-                started_ticks=left.started_ticks,
-                process=None,
-                staging=Path(left.staging),
-                started_seconds=time.monotonic(),
-                pidfd=pidfd,
-            )
-        )
+        self._watch(_Node(started=left, process=None, pidfd=pidfd))
         return True
 
     def _watch(self, node: _Node) -> None:
@@ -135,7 +129,7 @@ class LocalScheduler:
 
     def _start_node(self) -> None:
         number = self._next
-        name = f"node-{number}"
+        name = node_name(number)
         self._next += 1
         staging = self._staging / name
         settings = self._settings_of(name, self._url, self._token, staging)
@@ -149,27 +143,19 @@ class LocalScheduler:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(settings.encode())
             process.stdin.close()
-        self._watch(
-            _Node(
-                number=number,
-                pid=process.pid,
-                started_ticks=start_ticks(process.pid),
-                process=process,
-                staging=staging,
-                started_seconds=time.monotonic(),
-                pidfd=os.pidfd_open(process.pid),
-            )
-        )
+        ticks = start_ticks(process.pid)
+        started = StartedNode(number=number, pid=process.pid, started_ticks=ticks, staging=str(staging))
+        self._watch(_Node(started=started, process=process, pidfd=os.pidfd_open(process.pid)))
         self._write_state()
 
     def _gone(self, node: _Node) -> None:
         self._forget(node)
-        kill_session(node.pid)  # a child is not waited for yet, so the number is still this node's
+        kill_session(node.started.pid)  # a child is not waited for yet, so the number is still this node's
         status = None if node.process is None else node.process.wait()
-        shutil.rmtree(node.staging, ignore_errors=True)
+        shutil.rmtree(node.started.staging, ignore_errors=True)
         if node.released:
             return
-        early = time.monotonic() - node.started_seconds < START_SECONDS_MIN
+        early = time.monotonic() - node.watched_since_seconds < START_SECONDS_MIN
         self._start_failures = self._start_failures + 1 if early else 0
         self._on_lost(node.name, f"its agent {describe_exit(status)}")
 
@@ -180,10 +166,7 @@ class LocalScheduler:
         self._write_state()
 
     def _write_state(self) -> None:
-        nodes = [
-            Leftover(number=node.number, pid=node.pid, started_ticks=node.started_ticks, staging=str(node.staging))
-            for node in self._nodes.values()
-        ]
+        nodes = [node.started for node in self._nodes.values()]
         write_leftovers(self._state_file, claimant=self._claimant, terms=self._terms, nodes=nodes)
 
     def release(self, node: str) -> None:
@@ -201,11 +184,11 @@ class LocalScheduler:
 
     def _kill(self, node: _Node) -> None:
         if self._nodes.get(node.name) is node:
-            kill_session(node.pid)
+            kill_session(node.started.pid)
 
     def nodes(self) -> list[NodeInfo]:
         """Nodes whose agent runs."""
-        return [NodeInfo(node=node.name, pid=node.pid) for node in self._nodes.values()]
+        return [NodeInfo(node=node.name, pid=node.started.pid) for node in self._nodes.values()]
 
     async def stop(self) -> None:
         """Let dismissed agents end, then kill what is left."""

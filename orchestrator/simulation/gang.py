@@ -3,9 +3,8 @@
 What it stands for: `agent.gang` and `training.boundary` of every node at once. It echoes a proposal at the first
 boundary after it arrived, or refuses it if it is at its step already; waits at the proposed step for the decision;
 stages, then goes on or stops; uploads one step after the other; reports each rank's part. What it leaves out: drift
-between ranks, lost messages, failing workers, time-outs while waiting: tested elsewhere; here
-time is counted.
-Made and driven by `model`.
+between ranks, lost messages, failing workers, time-outs while waiting: tested elsewhere; here time is counted. Made and
+driven by `model`.
 """
 
 from __future__ import annotations

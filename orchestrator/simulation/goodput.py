@@ -35,10 +35,6 @@ class Cause(StrEnum):
     """A node is there and not in the gang: it waits to join, or the job has no use for it."""
 
 
-DEGRADED = (Cause.ANNOUNCED, Cause.SPARE)
-"""The gang trains, but with fewer nodes than there are."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Steps that one gang did in a row: `steps` of them from step `first_step` on, each `step_us` on `nodes` nodes."""

@@ -2,7 +2,7 @@
 
 What is real: every decision (when to save, to leave, to grow, whom to form with, what to wait for). What is simulated,
 coarsely and without chance: nodes that come and go as the trace says, the gang (`gang`), the store's answers, messages
-that take a fixed time. Called by `cli.simulate`. Time is counted in whole microseconds.
+that take a fixed time. Called by `comparison`. Time is counted in whole microseconds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Standing(StrEnum):
 
 
 @dataclass(kw_only=True, eq=False)
-class SimulatedNode:
+class TraceNode:
     """A node that is there."""
 
     name: str
@@ -81,7 +81,7 @@ class Replay:
         self.trace, self.scenario = trace, scenario
         self.now_us = 0
         self.ledger = Ledger()
-        self.nodes: dict[str, SimulatedNode] = {}
+        self.nodes: dict[str, TraceNode] = {}
         self.gang: Gang | None = None
         spec = JobSpec(
             name="replay",
@@ -239,10 +239,10 @@ class Replay:
 
     def _change(self, change: Change, goes_at_us: int | None) -> Callable[[], None]:
         if change.appears:
-            return lambda: self._appear(SimulatedNode(name=change.node, goes_at_us=goes_at_us))
+            return lambda: self._appear(TraceNode(name=change.node, goes_at_us=goes_at_us))
         return lambda: self._lose(change.node)
 
-    def _appear(self, node: SimulatedNode) -> None:
+    def _appear(self, node: TraceNode) -> None:
         self.nodes[node.name] = node
         if node.goes_at_us is not None and self.scenario.notice_us:
             self.later(max(0, node.goes_at_us - self.scenario.notice_us - self.now_us), lambda: self._announce(node))
@@ -256,7 +256,7 @@ class Replay:
                 node.standing = Standing.COMING
                 self.later(self.scenario.replacement_us, lambda node=node: self._join(node))  # type: ignore[misc]
 
-    def _join(self, node: SimulatedNode) -> None:
+    def _join(self, node: TraceNode) -> None:
         if not self.lives_as(node):
             return
         node.standing = Standing.HELD
@@ -264,7 +264,7 @@ class Replay:
         if node.announced:
             self._give_notice(node)
 
-    def lives_as(self, node: SimulatedNode) -> bool:
+    def lives_as(self, node: TraceNode) -> bool:
         """Whether this very node is still there (a later one may have its name)."""
         return self.nodes.get(node.name) is node
 
@@ -273,14 +273,14 @@ class Replay:
         found = self.nodes.get(node)
         return found is not None and found.standing is Standing.HELD
 
-    def _announce(self, node: SimulatedNode) -> None:
+    def _announce(self, node: TraceNode) -> None:
         if self.lives_as(node):
             node.announced = True
             self._announced += 1
             if node.standing is Standing.HELD:
                 self._give_notice(node)
 
-    def _give_notice(self, node: SimulatedNode) -> None:
+    def _give_notice(self, node: TraceNode) -> None:
         assert node.goes_at_us is not None
         notice = NoticeReceived(
             node=node.name,

@@ -3,7 +3,7 @@
 What it stands for: a script that saves with `torch.distributed.checkpoint` while it stands still, under a launcher that
 starts the workers again on whatever nodes are there. It is elastic, knows each loss at once, and its shares of the
 state are written in parallel; nothing announces a loss to it, so what it did since its newest checkpoint is lost. It is
-the same work on the same nodes as in `model`, counted by the same ledger. Called by `cli.simulate`.
+the same work on the same nodes as in `model`, counted by the same ledger. Called by `comparison`.
 """
 
 from __future__ import annotations

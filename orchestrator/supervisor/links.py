@@ -10,12 +10,11 @@ import json
 import secrets
 from collections.abc import Callable
 
-from orchestrator.agent.link import FrameSocket, send_frames
+from orchestrator.agent.link import GREETING_SECONDS, FrameSocket, send_frames
 from orchestrator.agent.wire import Channel, decode_event
 from orchestrator.core.messages import Action, Event
 from orchestrator.errors import ProtocolError
 
-GREETING_SECONDS = 10.0
 REFUSED = "this supervisor does not know the node, or knows it as lost"
 
 

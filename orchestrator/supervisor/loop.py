@@ -1,7 +1,6 @@
 """The supervisor: feeds events to `core.job.step` and performs the actions that come back.
 
-One per job. It holds no store. Run by `cli.run` (local), `cli.demo` and
-attached mode.
+One per job. It holds no store. Run by `supervisor.local_job` and by attached mode.
 """
 
 from __future__ import annotations

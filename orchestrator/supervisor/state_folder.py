@@ -51,13 +51,16 @@ class StateFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = (self.path / "lock").open("ab")
         except OSError as error:
-            raise ConfigError(f"the state folder {self.path} cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"the state folder {self.path} cannot be written: {error.strerror}; XDG_STATE_HOME names another place"
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.close()
             raise FencedError(
-                f"the job {self.job!r} is already running on this machine (its lock is {self.path / 'lock'})"
+                f"the job {self.job!r} is already running on this machine (its lock is {self.path / 'lock'}): "
+                f"`orchestrator status {self.job}` shows it, `orchestrator drain {self.job}` ends it"
             ) from error
         self._lock = lock
 

@@ -2,7 +2,8 @@
 
 `SimulatedCluster` owns nodes and runs (a run is a supervisor with its scheduler); faults are its methods, so that a
 test, or a user's own, can tell a story: lose this node, cut that one off, kill the supervisor, let the store fail.
-What must hold all along is not checked here: `on_write`, `on_start`, `on_action` and `on_record` tell.
+What must hold all along is not checked here: `on_write`, `on_start`, `on_action` and `on_record` tell. Needs torch and
+greenlet (in the extra `dev`).
 """
 
 from __future__ import annotations

@@ -97,12 +97,11 @@ class SimulatedNetwork:
         return near
 
     def cut(self, node: str, seconds: float) -> None:
-        """No word between this node and any supervisor for a while. Some ends notice at once, others after it."""
+        """No word between this node and any supervisor for a while. Some ends notice at once, others after it.
+
+        With 0 seconds its connections break, and it may connect again at once.
+        """
         self._cut_until_seconds[node] = self.loop.now + seconds
         for end in self._connections.pop(node, []):
             end.peer = None
             self.loop.call_later(self._random.choice((0.0, 0.5, 1.0)) * seconds, end.break_now)
-
-    def hiccup(self, node: str) -> None:
-        """Every connection of this node breaks; it may connect again at once."""
-        self.cut(node, 0.0)

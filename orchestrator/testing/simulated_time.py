@@ -3,7 +3,8 @@
 Coroutines run on `SimulatedLoop`, whose clock jumps to the next thing that is due. Blocking code (a worker's loop,
 a store's calls in `asyncio.to_thread`) runs in a `SimulatedThread`, a greenlet that gives way in `pause`. Every task
 and thread belongs to a `SimulatedProcess`, which can be killed at any instant: nothing of it runs again. Nothing here
-reads a real clock; the same seed gives the same run. Used by `testing.simulated_cluster`.
+reads a real clock; the same seed gives the same run. Needs the package greenlet (in the extra `dev`). Used by
+`testing.simulated_cluster`.
 """
 
 from __future__ import annotations

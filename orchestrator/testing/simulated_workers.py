@@ -11,9 +11,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 import torch
-from greenlet import GreenletExit
+from greenlet import GreenletExit, getcurrent
 
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
@@ -183,8 +184,6 @@ class _Program:
 
     def run(self) -> int:
         """From attach to the end; the exit status."""
-        from pathlib import Path
-
         given = Launch.read(Path(self._launch_path))
         launch = given.model_copy(update={"decision_wait_seconds": self._training.decision_wait_seconds})
         control = ControlBlock.open(launch.control_path)
@@ -258,8 +257,6 @@ class _Program:
 
 def current_thread() -> SimulatedThread:
     """The simulated thread that runs at the moment."""
-    from greenlet import getcurrent
-
     thread = getcurrent()
     assert isinstance(thread, SimulatedThread)
     assert current_process() is thread.process

@@ -87,6 +87,18 @@ def test_a_committed_step_keeps_its_slot_until_a_newer_one_is_complete(saves: Lo
     assert not saves.may_free(20)
 
 
+def test_a_step_that_is_settled_after_a_newer_one_gives_its_slot_back(saves: LocalSaves) -> None:
+    """Else both slots would be held for ever: the newer step keeps the other one."""
+    for step in (10, 20):
+        decide(saves, step)
+        saves.order(upload(step))
+    settle(saves, 20, committed=True)
+    decide(saves, 30)
+    settle(saves, 10, committed=True)
+    assert saves.may_free(10)
+    assert not saves.may_free(20)
+
+
 def test_an_abandoned_step_gives_its_slot_back_at_once(saves: LocalSaves) -> None:
     decide(saves, 10)
     settle(saves, 10, committed=False)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.catalog import Standing, survey
+from orchestrator.checkpoint.catalog import survey
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Request, Requested
+from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
 from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
 
@@ -29,16 +30,6 @@ AGENT_POINTS = (
     "after-index step=20",
 )
 WORKER_POINTS = ("before-stage rank=1 step=20", "after-stage rank=1 step=20")
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The last checkpoint of an uninterrupted run at world size 2."""
-    folder = tmp_path_factory.mktemp("reference")
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    result = asyncio.run(run_job(folder, nodes="2", replacement_seconds=0))
-    assert result.finish.exit_code == 0, result.output()
-    return final_digests(result.store)
 
 
 @pytest.mark.parametrize("point", WORKER_POINTS)
@@ -98,8 +89,6 @@ async def test_supervisor_killed(step: int, tmp_path: Path, staging: str, refere
         first.wait()
     second = await asyncio.to_thread(subprocess.run, command, env={**os.environ, "LOG": str(log)}, check=False)
     assert second.returncode == 0
-    from orchestrator.storage.opening import open_store
-
     store = open_store(str(tmp_path / "store" / "small"))
     assert final_digests(store) == reference
     check_store(store)
@@ -202,9 +191,9 @@ async def test_drain_and_resume(tmp_path: Path, staging: str, reference: dict[st
 
     drained = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario)
     assert drained.finish.exit_code == 75
-    standing = survey(drained.store).entries[0]
-    assert standing.standing is Standing.COMMITTED
-    assert standing.id.step >= 14
+    saved = survey(drained.store).newest()  # a periodic save that was decided for a later step is abandoned
+    assert saved is not None
+    assert saved.id.step >= 14
     resumed = await run_job(tmp_path, nodes="2", staging=staging)
     assert resumed.finish.exit_code == 0
     assert final_digests(resumed.store) == reference

@@ -21,21 +21,11 @@ from orchestrator.checkpoint.catalog import survey
 from orchestrator.schedulers.leftovers import start_ticks
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
-from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
+from tests.processes.harness import TRAINING, check_store, final_digests, until
 
 WORLD_SIZE = 2
 START_SECONDS = 100.0  # until workers train, on a machine that is busy with other things
 TRAINS_ON = ("--", sys.executable, str(TRAINING))
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The last checkpoint of an uninterrupted run at world size 2."""
-    folder = tmp_path_factory.mktemp("reference")
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    result = asyncio.run(run_job(folder, nodes="2", replacement_seconds=0))
-    assert result.finish.exit_code == 0, result.output()
-    return final_digests(result.store)
 
 
 class Runs:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.schedulers.leftovers import Leftover, start_ticks, write_leftovers
+from orchestrator.schedulers.leftovers import StartedNode, start_ticks, write_leftovers
 from orchestrator.schedulers.local import LocalScheduler
 
 SLEEPER = (sys.executable, "-S", "-c", "import sys, time; sys.stdin.read(); time.sleep(60)")
@@ -136,7 +136,7 @@ async def test_what_a_dead_supervisor_left_on_other_terms_is_ended(scene: Scene,
 async def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
     """Another program has the pid of a node of long ago: its start time differs."""
     scene = Scene(tmp_path)
-    me = Leftover(number=4, pid=os.getpid(), started_ticks=1, staging=str(tmp_path / "none"))
+    me = StartedNode(number=4, pid=os.getpid(), started_ticks=1, staging=str(tmp_path / "none"))
     write_leftovers(scene.state_file, claimant="claimant", terms="these terms", nodes=[me])
     assert await scene.start() == ()
     assert scene.lost == []

@@ -263,7 +263,7 @@ class Disaster:
 
 
 def sweep(store: SimulatedStore) -> None:
-    """Rule 7: decide first, and only if that wins, delete."""
+    """As a sweeper must: decide first, and only if that wins, delete."""
     swept = [checkpoint for checkpoint in undecided(store) if not save.abandon(store, checkpoint, "swept")]
     pause(SWEEP_SECONDS)
     for checkpoint in swept:

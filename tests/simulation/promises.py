@@ -6,6 +6,8 @@
 - A generation belongs to one run, and no node starts it twice.
 - A step is decided only while no rank has gone past it; an index is asked for only when every needed receipt is there.
 - All ranks that leave a generation leave at one step: the one that was decided for leaving.
+- A generation starts on no node while another one that is counted on runs workers of an older generation.
+- What the supervisor says is committed is committed on the store.
 """
 
 from __future__ import annotations
@@ -111,10 +113,11 @@ class Promises:
         base, owed = record.id, self._owed[record.generation]
         if base is not None and not self.usable(base):
             raise Violation(f"generation {record.generation} starts from {base}, beyond a rollback")
-        abandoned = owed is not None and owed not in self.committed  # a sweeper may decide it first
-        if owed is not None and not abandoned and (base is None or base < owed):
+        if owed is None:
+            return
+        if owed in self.committed and (base is None or base < owed):
             raise Violation(f"generation {record.generation} starts from {base}, and {owed} was there at its claim")
-        if abandoned and fmt.index_key(owed) not in self.cluster.truth._objects:  # type: ignore[arg-type]
+        if fmt.index_key(owed) not in self.cluster.truth._objects:  # a sweeper may have abandoned it first
             raise Violation(f"generation {record.generation} has its base before {owed} was rolled forward")
 
     # -- the supervisor's actions ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from orchestrator.core.messages import GangReturned, NodeJoined
 from orchestrator.core.states import JobSpec, Phase
 from orchestrator.errors import FencedError
 from orchestrator.schedulers.base import NodeInfo, OnLost
-from orchestrator.schedulers.leftovers import Leftover, start_ticks, write_leftovers
+from orchestrator.schedulers.leftovers import StartedNode, start_ticks, write_leftovers
 from orchestrator.supervisor.local_job import LocalJob, LocalJobOptions, terms_of
 from orchestrator.supervisor.loop import TICK_SECONDS, Supervisor
 from orchestrator.telemetry import EventLog, EventRecord
@@ -151,7 +151,7 @@ def left_running(tmp_path: Path, started_ticks: int | None) -> None:
     """A node of an earlier supervisor of this job; this very process stands for its agent."""
     first = LocalJob(config(tmp_path), LocalJobOptions(job_url="url"))
     first.acquire()
-    node = Leftover(number=0, pid=os.getpid(), started_ticks=started_ticks, staging=str(tmp_path / "none"))
+    node = StartedNode(number=0, pid=os.getpid(), started_ticks=started_ticks, staging=str(tmp_path / "none"))
     path = first.state.path / "nodes.json"
     write_leftovers(path, claimant="the first", terms=terms_of(config(tmp_path), "url"), nodes=[node])
     first.state.release()
