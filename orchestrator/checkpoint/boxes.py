@@ -107,12 +107,12 @@ def spans(inner: Box, outer: Box, gap: int) -> list[tuple[int, int]]:
 def boxes_of_range(lengths: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The range [start, stop) of a box's elements as boxes within it, in order: at most two for each dimension."""
     steps = strides(lengths)
-    while start < stop:
+    if not steps and start < stop:
+        yield Box((), ())
+    while steps and start < stop:
         dimension = next(
-            place for place, step in enumerate(steps) if start % step == 0 and (stop - start >= step or step == 1)
+            place for place, step in enumerate(steps) if step == 1 or (start % step == 0 and stop - start >= step)
         )
-        while dimension and start % steps[dimension - 1] == 0 and stop - start >= steps[dimension - 1]:
-            dimension -= 1
         offsets, left = [], start
         for step in steps:
             offset, left = divmod(left, step)

@@ -187,4 +187,5 @@ def _byte_view(tensor: torch.Tensor) -> memoryview:
     """The tensor's memory as bytes."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) keeps odd strides of single elements
+    return memoryview(flat.view(torch.uint8).numpy().data)

@@ -66,20 +66,25 @@ class SavedState:
         Raises StateError naming what cannot be saved, RefusedError if memory is short.
         """
         captured, metadata = self._capture(self._step)
+        self.twins = holder_sets(captured.specs(), self._launch.world_size)
         plans = [self._plan_for(captured, metadata, absent) for absent in self._possible_absences()]
         size = max(plan.size_bytes for plan in plans)
         self.unique_bytes = max(plan.unique_bytes(self._launch.rank) for plan in plans)
-        self.twins = holder_sets(plans[0].specs, self._launch.world_size)
         for slot in self._slots:
             slot.reserve(size)
         self.planned = True
         return size
 
     def _possible_absences(self) -> list[tuple[int, ...]]:
-        """Nobody, or all ranks of the first or the last node, if this rank is not one of them."""
-        world, local = self._launch.world_size, self._launch.local_world_size
-        nodes = [tuple(range(0, local)), tuple(range(world - local, world))]
-        return [(), *(ranks for ranks in nodes if self._launch.rank not in ranks)]
+        """Nobody, or all ranks of one node, if this rank is not one of them.
+
+        Nodes that take equal shares from this rank need not all be tried: the first and the last one, and of those that
+        hold the same part of the state as this rank.
+        """
+        world, local, own = self._launch.world_size, self._launch.local_world_size, self._launch.rank
+        others = [[rank for rank in twins if rank // local != own // local] for twins in (range(world), *self.twins)]
+        firsts = {rank // local * local for ranks in others if ranks for rank in (ranks[0], ranks[-1])}
+        return [(), *(tuple(range(first, min(first + local, world))) for first in sorted(firsts))]
 
     def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
         """Copy the state at this boundary into a slot; bytes of the shard."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +16,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from orchestrator.checkpoint.boxes import Box
-from orchestrator.checkpoint.meshes import Cut, Mesh, share
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.boxes import Box, whole
+from orchestrator.checkpoint.layout import TORCH_DTYPES, Scope, describe, plan_shard
+from orchestrator.checkpoint.meshes import Cut, Mesh, Share, share
+from orchestrator.checkpoint.restore import read_parts
+from orchestrator.checkpoint.staging import SlotFile
+from orchestrator.core.messages import CheckpointId
+from orchestrator.storage.base import ObjectStore
+from tests.checkpoint.shards import Tensors, checkpoint_id, metadata, place, upload
 
 MeshOf = Callable[[tuple[int, ...]], DeviceMesh]
 NAMES = ("a", "b", "c")
@@ -63,4 +73,87 @@ def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     return DTensor(cut(tensor, box).clone(), DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
-__all__ = ["DTensor", "Replicate", "Shard", "_StridedShard", "cut", "plain_mesh", "process_group", "shard"]
+def random_cuts(draw: random.Random, mesh: Mesh, dimensions: int) -> list[Cut | None]:
+    """Cuts of a tensor of so many dimensions, in any order that can be."""
+    order = draw.sample(range(len(mesh.shape)), len(mesh.shape))  # the order in which they are made
+    dimension = {axis: draw.choice([None, *range(dimensions)]) for axis in order}
+    cuts: list[Cut | None] = []
+    for axis in range(len(mesh.shape)):
+        mine = dimension[axis]
+        before = order[: order.index(axis)]
+        factor = math.prod(mesh.shape[one] for one in before if one > axis and dimension[one] == mine)
+        cuts.append(None if mine is None else Cut(mine, factor))
+    return cuts
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a tensor lies on a mesh."""
+
+    mesh: Mesh
+    cuts: list[Cut | None]
+
+    def share(self, shape: Sequence[int], rank: int) -> Share:
+        """A rank's share."""
+        return share(tuple(shape), self.mesh, self.cuts, rank)
+
+
+Shardings = Mapping[str, Sharding]
+
+
+def random_shardings(draw: random.Random, tensors: Tensors, world_size: int) -> dict[str, Sharding]:
+    """For most of the tensors, some mesh of all ranks and some cuts."""
+    shapes = [(world_size,)] + [(n, world_size // n) for n in range(2, world_size) if world_size % n == 0]
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() and draw.random() < 0.8:
+            mesh = plain_mesh(draw.choice(shapes))
+            found[name] = Sharding(mesh, random_cuts(draw, mesh, tensor.dim()))
+    return found
+
+
+def save_sharded(
+    store: ObjectStore,
+    folder: Path,
+    tensors: Tensors,
+    shardings: Shardings,
+    world_size: int,
+    *,
+    absent: Collection[int] = (),
+    without: Collection[int] = (),
+    checkpoint: CheckpointId | None = None,
+) -> CheckpointId:
+    """Shards and receipts of all ranks but `without`, each of which has its part of every tensor."""
+    checkpoint = checkpoint or checkpoint_id()
+    for rank in range(world_size):
+        if rank in without:
+            continue
+        local, specs = dict(tensors), []
+        for name, tensor in tensors.items():
+            spec = describe(name, tensor, Scope.SHARED)
+            if name in shardings and tensor.numel():
+                mine = shardings[name].share(tensor.shape, rank)
+                local[name] = cut(tensor, mine.box)
+                spec = replace(spec, share=mine)
+            specs.append(spec)
+        where, meta = place(rank, world_size, absent, checkpoint), metadata()
+        plan = plan_shard(
+            specs, rank=rank, world_size=world_size, absent=where.absent, metadata_bytes=meta.size_bytes()
+        )
+        slot = SlotFile(folder / f"slot-{checkpoint}-{rank}")
+        slot.stage(plan, local, meta)
+        upload(store, where, slot.path.read_bytes()[: plan.size_bytes])
+    return checkpoint
+
+
+def read_sharded(
+    store: ObjectStore, index: fmt.Index, shapes: Mapping[str, torch.Size], shardings: Shardings, rank: int
+) -> dict[str, tuple[torch.Tensor, Box]]:
+    """What a rank holds of each tensor under these shardings, read into new memory."""
+    parts = {}
+    for name, shape in shapes.items():
+        box = shardings[name].share(shape, rank).box if name in shardings else whole(shape)
+        dtype = TORCH_DTYPES[index.tensors[name].dtype]
+        parts[name] = (torch.empty(box.lengths, dtype=dtype), box)
+    read_parts(store, index, parts)
+    return parts

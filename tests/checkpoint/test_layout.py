@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedParameter
 
 from orchestrator.checkpoint import format as fmt
@@ -24,7 +25,7 @@ from orchestrator.checkpoint.layout import (
 from orchestrator.checkpoint.slots import HEADER_ALIGN_BYTES
 from orchestrator.core.ownership import present_ranks
 from orchestrator.errors import StateError
-from tests.checkpoint.sharded import DTensor, Replicate, process_group
+from tests.checkpoint.sharded import process_group
 from tests.checkpoint.shards import ALL_DTYPES, random_absences, random_shape
 
 SCOPES = (Scope.SHARED, Scope.SHARED, Scope.SHARED, Scope.FIRST, Scope.RANK)
