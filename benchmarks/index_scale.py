@@ -65,7 +65,7 @@ class Scene:
         """(tensor, first element, elements) of what a rank has."""
         if self.layout == "replicated":
             sizes = [(self.ranks * ELEMENTS, 4)] * self.tensors
-            spans = owned_spans(sizes, rank=rank, world_size=self.ranks, absent=())
+            spans = owned_spans(sizes, rank=rank, holders=range(self.ranks), absent=())
             return [(span.tensor, span.start, span.stop - span.start) for span in spans]
         low, high = rank * ELEMENTS, (rank + 1) * ELEMENTS
         if self.layout == "even":
@@ -102,6 +102,7 @@ class Scene:
                 "shapes": [[self.ranks, ELEMENTS]] * len(mine) + [[GENERATOR_BYTES]],
                 "starts": [start for _, start, _ in mine] + [0],
                 "lengths": [length for _, _, length in mine] + [GENERATOR_BYTES],
+                "boxes": [[] for _ in mine] + [[]],
             },
             "objects": digests,
             "values": {"objects": objects} if rank == 0 else None,

@@ -250,6 +250,7 @@ class LocalGang:
                 rank=worker.rank,
                 slot_bytes=control.slot_bytes,
                 unique_bytes=control.unique_bytes,
+                twins=control.twins,
             )
         if worker.news("signal", control.signal):
             name = signal.Signals(control.signal).name

@@ -1,8 +1,9 @@
 """Which shard holds which elements of a tensor: chunks, their short form in the index, and exact cover. Pure, no I/O.
 
-A **chunk** is what one shard holds of one tensor: a range of its elements in row-major order. A **series** is chunks of
-consecutive ranks that are equally long, follow each other in the tensor and lie at the same place of each shard: what
-sharding evenly makes, however many ranks there are. Called by `checkpoint.format` and `checkpoint.indexing`.
+A **chunk** is what one shard holds of one tensor: a range of its elements in row-major order, or, of a tensor that is
+cut into boxes, a range of a box's elements. A **series** is chunks of consecutive ranks that are equally long, equally
+far apart in the tensor and at the same place of each shard, perhaps repeated by the ranks after them: what sharding
+evenly makes, on a mesh too, however many ranks there are. Called by `checkpoint.format` and `checkpoint.indexing`.
 """
 
 from __future__ import annotations
@@ -10,28 +11,39 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise, repeat
+from math import prod
 from typing import NamedTuple
+
+from orchestrator.checkpoint.boxes import Box, box_at
 
 POSITION_MAX = (1 << 62) - 1
 """No count, element or byte of a checkpoint is beyond this: sums of two fit 64 bits."""
 
 _NUMBER = r"(0|[1-9][0-9]{0,18})"
-_SERIES = re.compile(rf"{_NUMBER}\*{_NUMBER}:{_NUMBER}\+{_NUMBER}@{_NUMBER}")
+_SERIES = re.compile(
+    rf"{_NUMBER}\*{_NUMBER}(?:x{_NUMBER})?:{_NUMBER}\+{_NUMBER}(?:~{_NUMBER}(?:~{_NUMBER})?)?@{_NUMBER}"
+    rf"(?:#((?:{_NUMBER},)*{_NUMBER}))?"
+)
 
 
 class Chunk(NamedTuple):
-    """Elements [start, stop) of a tensor at bytes [first_byte, last_byte) of the shard file of `rank`."""
+    """Elements [start, stop) of a tensor, or of a box of it, at bytes [first_byte, last_byte) of a rank's shard."""
 
     rank: int
     start: int
     stop: int
     first_byte: int
     last_byte: int
+    box: Box | None = None
 
 
 class Series(NamedTuple):
-    """One chunk for each of `ranks` ranks from `rank` on, of `length` elements each, beginning at element `start`."""
+    """One chunk for each of `ranks` ranks from `rank` on, of `length` elements each, the first at element `start`.
+
+    With a box, `start` is the first element of the first rank's box.
+    """
 
     rank: int
     ranks: int
@@ -39,15 +51,49 @@ class Series(NamedTuple):
     length: int
     offset: int
     """Bytes between the end of each shard's header and the chunk."""
+    step: int
+    """Elements from one rank's start to the next one's."""
+    repeats: int = 1
+    """How often: the next ranks have the same again, `jump` elements on."""
+    jump: int = 0
+    box: tuple[int, ...] = ()
+    """Lengths of each rank's box, then how many of its elements come before the chunk; () if it is a plain range."""
 
     @property
     def stop(self) -> int:
-        """The element after the last one."""
-        return self.start + self.ranks * self.length
+        """The element after the last one; of boxes, the one after the last box's first."""
+        last = self.start + max(self.ranks - 1, 0) * self.step + max(self.repeats - 1, 0) * self.jump
+        return last + (1 if self.box else self.length)
+
+    def starts(self) -> list[int]:
+        """Where each rank's chunk, or box, begins."""
+        inner = range(self.ranks)
+        if self.repeats == 1:
+            return [self.start + place * self.step for place in inner]
+        firsts = [self.start + turn * self.jump for turn in range(self.repeats)]
+        return [first + place * self.step for first in firsts for place in inner]
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """The elements of plain ranges, neighbours joined where that is quick."""
+        if self.repeats > 1 and self.jump == self.length:
+            for place in range(self.ranks):
+                first = self.start + place * self.step
+                yield first, first + self.repeats * self.length
+        elif self.ranks == 1 or self.step == self.length:
+            for turn in range(self.repeats):
+                first = self.start + turn * self.jump
+                yield first, first + self.ranks * self.length
+        else:
+            for first in self.starts():
+                yield first, first + self.length
 
     def text(self) -> str:
         """As it stands in the index: ranks, elements, place."""
-        return f"{self.rank}*{self.ranks}:{self.start}+{self.length}@{self.offset}"
+        times = f"x{self.repeats}" if self.repeats > 1 else ""
+        apart = f"~{self.step}" if self.repeats > 1 or (self.ranks > 1 and self.step != self.length) else ""
+        jump = f"~{self.jump}" if self.repeats > 1 else ""
+        box = "#" + ",".join(map(str, self.box)) if self.box else ""
+        return f"{self.rank}*{self.ranks}{times}:{self.start}+{self.length}{apart}{jump}@{self.offset}{box}"
 
 
 def parse_series(text: str) -> Iterator[Series]:
@@ -56,7 +102,18 @@ def parse_series(text: str) -> Iterator[Series]:
         match = _SERIES.fullmatch(item)
         if match is None:
             raise ValueError(f"{item!r:.80} is not of the form rank*ranks:start+length@offset")
-        yield Series._make(map(int, match.groups()))
+        rank, ranks, repeats, start, length, step, jump, offset, box = match.groups()[:9]
+        yield Series(
+            rank=int(rank),
+            ranks=int(ranks),
+            start=int(start),
+            length=int(length),
+            offset=int(offset),
+            step=int(step or length),
+            repeats=int(repeats or 1),
+            jump=int(jump or 0),
+            box=tuple(map(int, box.split(","))) if box else (),
+        )
 
 
 class Cover:
@@ -107,64 +164,227 @@ class Cover:
         return None
 
 
+Run = tuple[int, int, int, int, tuple[int, ...]]
+"""The first chunk of a series: rank, start, elements, bytes after the header, box."""
+
+
 class TensorChunks:
     """The chunks of one tensor while an index is being made, by rising rank; kept as the text of their series."""
 
-    __slots__ = ("_cover", "_first", "_text", "dtype", "shape", "total")
+    __slots__ = ("_boxed", "_cover", "_group", "_run", "_text", "dtype", "shape", "step", "total")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], total: int) -> None:
         self.dtype = dtype
         self.shape = shape
         self.total = total
+        self.step: int | None = None
+        """Elements from the last chunk to the one that would go on its series; None: its length."""
         self._cover = Cover()
         self._text = bytearray()
-        self._first: tuple[int, int, int, int] | None = None
+        self._run: Run | None = None
+        self._group: Series | None = None
+        self._boxed: bool | None = None
 
-    def begin(self, rank: int, start: int, length: int, offset: int) -> None:
-        """The first chunk of a series; the one before it must have been ended."""
-        self._first = (rank, start, length, offset)
+    def take(self, run: Run, upto: int) -> None:
+        """A chunk that does not go on the series as `step` has it; that one ended before rank `upto`.
 
-    def end(self, rank: int) -> None:
-        """The series goes up to before `rank`. Raises ValueError if elements are there already or beyond the tensor."""
-        assert self._first is not None
-        first, start, length, offset = self._first
-        series = Series(first, rank - first, start, length, offset)
-        check_series(series, self.total)
-        self._cover.add(start, series.stop)
+        Raises ValueError if elements are there already or beyond the tensor.
+        """
+        if self._run is not None:
+            rank, start, *alike = self._run
+            if rank + 1 == upto == run[0] and alike == list(run[2:]) and start < run[1]:
+                self.step = run[1] - start  # the second chunk says how far apart they are
+                return
+            self._end(upto)
+        self._run = run
+
+    def _end(self, upto: int) -> None:
+        """The run goes up to before rank `upto`: it repeats the one before it, or that one's series is done."""
+        assert self._run is not None
+        rank, start, length, offset, box = self._run
+        ranks = upto - rank
+        step = length if self.step is None or ranks == 1 else self.step
+        run = Series(rank, ranks, start, length, offset, step, box=box)
+        group = self._group
+        if group is not None and ranks > 1 and _repeats(group, run):
+            self._group = group._replace(repeats=group.repeats + 1, jump=(start - group.start) // group.repeats)
+            return
+        self._flush()
+        self._group = run
+
+    def _flush(self) -> None:
+        series, self._group = self._group, None
+        if series is None:
+            return
+        check_series(series, self.shape, self.total)
+        self._boxed = _same_kind(self._boxed, series)
+        if not series.box:
+            for start, stop in series.ranges():
+                self._cover.add(start, stop)
         if self._text:
             self._text += b" "
         self._text += series.text().encode()
 
-    def finish(self) -> bytes:
+    def finish(self, upto: int) -> bytes:
         """The text of all series, ASCII. Raises ValueError if not every element is there exactly once."""
-        missing = self._cover.missing(self.total)
-        if missing is not None:
-            raise ValueError(f"elements {missing[0]} to {missing[1]} of {self.total} are missing")
+        self._end(upto)
+        self._flush()
+        if self._boxed:
+            check_grid(self.shape, map(_box_part, *zip(*self._boxes(), strict=True)))
+        else:
+            _check_whole(self._cover, self.total)
         return bytes(self._text)
 
+    def _boxes(self) -> Iterator[tuple[Series, int]]:
+        for series in parse_series(self._text.decode()):
+            for start in series.starts():
+                yield series, start
 
-def check_series(series: Series, total: int) -> None:
-    """A series lies within a tensor of `total` elements and is not empty without reason. Raises ValueError."""
+
+def _repeats(group: Series, run: Series) -> bool:
+    """Whether a run is the series' next repetition."""
+    same = (run.ranks, run.length, run.offset, run.step, run.box)
+    if same != (group.ranks, group.length, group.offset, group.step, group.box):
+        return False
+    ahead = run.start - group.start
+    here = run.rank == group.rank + group.ranks * group.repeats and ahead > 0
+    return here and (group.repeats == 1 or ahead == group.repeats * group.jump)
+
+
+def _same_kind(boxed: bool | None, series: Series) -> bool:
+    """A tensor is stored in ranges or in boxes. Raises ValueError if it is in both."""
+    if boxed not in (None, bool(series.box)):
+        raise ValueError(
+            f"rank {series.rank} has {'a box' if series.box else 'a range'} of it, ranks before it have not"
+        )
+    return bool(series.box)
+
+
+def _check_whole(cover: Cover, total: int) -> None:
+    missing = cover.missing(total)
+    if missing is not None:
+        raise ValueError(f"elements {missing[0]} to {missing[1]} of {total} are missing")
+
+
+def check_series(series: Series, shape: tuple[int, ...], total: int) -> None:
+    """A series lies within a tensor of that shape and is not empty without reason. Raises ValueError.
+
+    That each box lies within it is found out by `check_grid`.
+    """
+    if series.ranks < 1 or series.repeats < 1:
+        raise ValueError(f"a series of {series.ranks} × {series.repeats} ranks is none")
     if series.stop > total:
         raise ValueError(f"a chunk ends at element {series.stop} of {total}")
     if series.length == 0 and total:
         raise ValueError(f"rank {series.rank} has an empty chunk of it")
+    if series.box:
+        *lengths, before = series.box
+        if len(lengths) != len(shape):
+            raise ValueError(f"rank {series.rank} has a box of {len(lengths)} dimensions, it has {len(shape)}")
+        if any(length > size for length, size in zip(lengths, shape, strict=True)):
+            raise ValueError(f"a box of {lengths} lies outside its shape {list(shape)}")
+        if before + series.length > prod(lengths):
+            raise ValueError(f"a chunk ends at element {before + series.length} of a box of {lengths}")
 
 
-def chunks_of(series: Series, width: int, places: Mapping[int, tuple[int, int]]) -> Iterator[Chunk]:
+BoxPart = tuple[int, tuple[int, ...], int, int]
+"""Elements [start, stop) of a box: the box's first element, its lengths, start, stop."""
+
+
+def _box_part(series: Series, start: int) -> BoxPart:
+    *lengths, before = series.box
+    return start, tuple(lengths), before, before + series.length
+
+
+def check_grid(shape: tuple[int, ...], parts: Iterable[BoxPart]) -> None:
+    """The parts make every element of a tensor of that shape once. Raises ValueError naming what is wrong.
+
+    Different boxes must form a grid: in each dimension their intervals follow each other from end to end, and there
+    are as many boxes as the grid has places. Each box must be there exactly once.
+    """
+    boxes: dict[tuple[int, tuple[int, ...]], Cover] = {}
+    edges: tuple[dict[int, int], ...] = tuple({} for _ in shape)
+    for element, lengths, start, stop in parts:
+        cover = boxes.get((element, lengths))
+        if cover is None:
+            cover = boxes[element, lengths] = Cover()
+            box = box_at(element, lengths, shape)
+            for edge, offset, length in zip(edges, *box, strict=True):
+                if edge.setdefault(offset, length) != length:
+                    raise ValueError(f"its boxes are no grid: at {offset} one is {length} wide, another {edge[offset]}")
+        try:
+            cover.add(start, stop)
+        except ValueError as error:
+            raise ValueError(f"of the box at element {element}, {error}") from error
+    for edge, size in zip(edges, shape, strict=True):
+        intervals = sorted(edge.items())
+        ends = [0, *(offset + length for offset, length in intervals)]
+        if ends[:-1] != [offset for offset, _ in intervals] or ends[-1] != size:
+            raise ValueError(f"its boxes are no grid: {_hole(intervals, size)}")
+    if len(boxes) != prod(map(len, edges)):
+        raise ValueError(f"{len(boxes)} boxes are there of a grid of {prod(map(len, edges))}")
+    for (element, lengths), cover in boxes.items():
+        missing = cover.missing(prod(lengths))
+        if missing is not None:
+            raise ValueError(f"of the box at element {element}, elements {missing[0]} to {missing[1]} are missing")
+
+
+def _hole(intervals: list[tuple[int, int]], size: int) -> str:
+    """Where intervals do not follow each other from 0 to `size`."""
+    ends = [(0, 0), *intervals, (size, 0)]
+    for (offset, length), (after, _) in pairwise(ends):
+        if offset + length != after:
+            return f"places {offset + length} and {after} of {size} should be one"
+    return "its places do not follow each other"
+
+
+def chunks_of(
+    series: Series, shape: tuple[int, ...], width: int, places: Mapping[int, tuple[int, int]]
+) -> Iterator[Chunk]:
     """The chunks of a series of elements of `width` bytes. Raises ValueError if one lies outside its shard.
 
     `places` has (bytes of header, bytes of tensors) of the shard of each rank that has one.
     """
-    if series.ranks > len(places):
-        raise ValueError(f"{series.ranks} ranks are said to have a part of it, {len(places)} have shards")
-    ranks, size_bytes = range(series.rank, series.rank + series.ranks), series.length * width
+    count = series.ranks * series.repeats
+    if count > len(places):
+        raise ValueError(f"{count} ranks are said to have a part of it, {len(places)} have shards")
+    ranks, size_bytes = range(series.rank, series.rank + count), series.length * width
     firsts = []
     for rank in ranks:
         header_bytes, data_bytes = places.get(rank, (0, -1))
         if series.offset + size_bytes > data_bytes:
             raise ValueError(f"a chunk lies outside the shard of rank {rank}")
         firsts.append(header_bytes + series.offset)
-    starts = [series.start + place * series.length for place in range(series.ranks)]
-    stops = [start + series.length for start in starts]
-    return map(Chunk, ranks, starts, stops, firsts, [first + size_bytes for first in firsts])
+    starts, lasts = series.starts(), [first + size_bytes for first in firsts]
+    if not series.box:
+        return map(Chunk, ranks, starts, [start + series.length for start in starts], firsts, lasts)
+    *lengths, before = series.box
+    boxes = [box_at(start, tuple(lengths), shape) for start in starts]
+    return map(Chunk, ranks, repeat(before), repeat(before + series.length), firsts, lasts, boxes)
+
+
+def all_chunks(
+    text: str, shape: tuple[int, ...], total: int, width: int, places: Mapping[int, tuple[int, int]]
+) -> list[Chunk]:
+    """All chunks of a tensor from the text of its series: every element once, all of it within its shard.
+
+    Raises ValueError, before anything is made that is larger than the text and the shards' number.
+    """
+    found: list[Chunk] = []
+    parts: list[BoxPart] = []
+    cover, boxed = Cover(), None
+    for series in parse_series(text):
+        check_series(series, shape, total)
+        boxed = _same_kind(boxed, series)
+        chunks = list(chunks_of(series, shape, width, places))
+        if boxed:
+            parts += [_box_part(series, start) for start in series.starts()]
+        else:
+            for start, stop in series.ranges():
+                cover.add(start, stop)
+        found += chunks
+    if boxed:
+        check_grid(shape, parts)
+    else:
+        _check_whole(cover, total)
+    return found

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, Cover, check_series, chunks_of, parse_series
+from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, all_chunks
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
 
@@ -57,12 +57,14 @@ class ShardTable(_Record):
     shapes: tuple[tuple[Count, ...], ...]
     """Shapes of the whole tensors."""
     starts: tuple[Count, ...]
-    """First element of the tensor, in row-major order, that is in this shard."""
+    """First element of the tensor, in row-major order, that is in this shard; of a box, the box's first."""
     lengths: tuple[Count, ...]
-    """Number of elements from there on."""
+    """Number of elements from there on; of a box, those of its elements that are in this shard."""
+    boxes: tuple[tuple[Count, ...], ...]
+    """Where it is elements of a box: the box's lengths, and how many of its elements come before; else empty."""
 
 
-TABLE_COLUMNS = ("names", "dtypes", "shapes", "starts", "lengths")
+TABLE_COLUMNS = ("names", "dtypes", "shapes", "starts", "lengths", "boxes")
 
 
 class Gate(_Record):
@@ -154,19 +156,12 @@ class Index(_Record):
         Raises KeyError if there is no such tensor, FormatError if the index does not fit together there.
         """
         record = self.tensors[name]
-        found: list[Chunk] = []
-        width, total, cover = DTYPE_BYTES[record.dtype], element_count(record.shape), Cover()
+        width, total = DTYPE_BYTES[record.dtype], element_count(record.shape)
         try:
-            for series in parse_series(record.series):
-                check_series(series, total)
-                cover.add(series.start, series.stop)
-                found += chunks_of(series, width, self._places)
-            missing = cover.missing(total)
-            if missing is not None:
-                raise ValueError(f"elements {missing[0]} to {missing[1]} of {total} are missing")
+            found = all_chunks(record.series, record.shape, total, width, self._places)
         except ValueError as error:
             raise FormatError(index_key(self.id), f"{name}: {error}") from error
-        return sorted(found, key=_start)
+        return sorted(found, key=_place if found[0].box else _start)
 
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, int]]:
@@ -176,6 +171,11 @@ class Index(_Record):
 
 def _start(chunk: Chunk) -> int:
     return chunk.start
+
+
+def _place(chunk: Chunk) -> tuple[tuple[int, ...], int]:
+    assert chunk.box is not None
+    return chunk.box.offsets, chunk.start
 
 
 class AbandonedIndex(_Record):

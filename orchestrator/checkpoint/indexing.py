@@ -14,13 +14,14 @@ from typing import Any
 import crc32c
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.chunks import POSITION_MAX, TensorChunks
+from orchestrator.checkpoint.chunks import POSITION_MAX, Run, TensorChunks
 from orchestrator.core.messages import CheckpointId
 from orchestrator.core.ownership import present_ranks
 from orchestrator.errors import FormatError
 
 _ALIKE = ("job", "generation", "step", "world_size", "absent")
-_Following = tuple[str, tuple[int, ...], int, int, int, int]  # dtype, shape, rank, start, length, offset
+_Following = tuple[str, tuple[int, ...], int, int, int, int, tuple[int, ...]]
+"""Dtype, shape, rank, start, length, offset and box of the chunk that would go on a series."""
 _PIECE_TENSORS = 512  # entries of the tensor table that are written at once
 
 
@@ -35,6 +36,7 @@ class IndexBuilder:
         self._shards: list[dict[str, int]] = []
         self._tensors: dict[str, TensorChunks] = {}
         self._following: dict[str, _Following] = {}
+        self._steps: dict[str, int] = {}
         self._alike: dict[str, int] = {}
         self._objects: set[str] = set()
 
@@ -93,17 +95,25 @@ class IndexBuilder:
         The hot path, millions of chunks: whole columns go through the interpreter's own loops.
         """
         table, rank, following = receipt.tensors, receipt.rank, self._following
-        names, dtypes, shapes, starts, lengths = (getattr(table, column) for column in fmt.TABLE_COLUMNS)
+        names, dtypes, shapes, starts, lengths, boxes = (getattr(table, column) for column in fmt.TABLE_COLUMNS)
         offsets = checked_offsets(key, receipt)
-        chunks = zip(dtypes, shapes, repeat(rank), starts, lengths, offsets, strict=False)
+        chunks = zip(dtypes, shapes, repeat(rank), starts, lengths, offsets, boxes, strict=False)
         for place in list(compress(count(), map(ne, chunks, map(following.get, names)))):
-            tensor = self._tensor(names[place], dtypes[place], shapes[place])
-            self._end_series(names[place], tensor)
-            tensor.begin(rank, starts[place], lengths[place], offsets[place])
-        ends = map(add, starts, lengths)
+            run = (rank, starts[place], lengths[place], offsets[place], boxes[place])
+            self._take_chunk(names[place], dtypes[place], shapes[place], run)
+        nexts = map(add, starts, map(self._steps.get, names, lengths))
         following.update(
-            zip(names, zip(dtypes, shapes, repeat(rank + 1), ends, lengths, offsets, strict=False), strict=True)
+            zip(names, zip(dtypes, shapes, repeat(rank + 1), nexts, lengths, offsets, boxes, strict=False), strict=True)
         )
+
+    def _take_chunk(self, name: str, dtype: str, shape: tuple[int, ...], run: Run) -> None:
+        tensor, following = self._tensor(name, dtype, shape), self._following.get(name)
+        try:
+            tensor.take(run, run[0] if following is None else following[2])
+        except ValueError as error:
+            raise FormatError(self._key, f"{name}: {error}") from error
+        if tensor.step is not None:
+            self._steps[name] = tensor.step
 
     def _tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorChunks:
         tensor = self._tensors.get(name)
@@ -112,15 +122,6 @@ class IndexBuilder:
         elif tensor.dtype != dtype or tensor.shape != shape:
             raise FormatError(self._key, f"{name}: the ranks disagree on its dtype or shape")
         return tensor
-
-    def _end_series(self, name: str, tensor: TensorChunks) -> None:
-        following = self._following.get(name)
-        if following is None:
-            return
-        try:
-            tensor.end(following[2])
-        except ValueError as error:
-            raise FormatError(self._key, f"{name}: {error}") from error
 
     def _new_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorChunks:
         total = fmt.element_count(shape)
@@ -168,9 +169,8 @@ class IndexBuilder:
 
     def _tensor_entry(self, name: str) -> bytes:
         tensor = self._tensors.pop(name)  # its text is in the entry now
-        self._end_series(name, tensor)
         try:
-            series = tensor.finish()
+            series = tensor.finish(self._following[name][2])
         except ValueError as error:
             raise FormatError(self._key, f"{name}: {error}") from error
         dtype, shape = fmt.canonical_json(tensor.dtype), fmt.canonical_json(tensor.shape)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES
+from orchestrator.checkpoint.boxes import Box, boxes_of_range, overlap, span, spans, whole, within
+from orchestrator.checkpoint.chunks import Chunk
+from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES, local_box, local_part
 from orchestrator.checkpoint.reader import verified_windows
 from orchestrator.errors import FormatError, StateError
 from orchestrator.storage.base import ObjectStore
@@ -30,20 +34,33 @@ def empty_like(record: fmt.TensorRecord) -> torch.Tensor:
 def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, torch.Tensor]) -> None:
     """Fill each target (name → tensor of the saved dtype and shape), reading each needed block once.
 
+    A target may be a DTensor on any mesh, however the saved one was sharded: only what this rank holds is read.
     Raises DigestError, FormatError, StateError, StoreError. Targets are half filled if it fails: do not train on.
     """
-    buffers: dict[str, torch.Tensor] = {}
+    parts: dict[str, tuple[torch.Tensor, Box]] = {}
     for name, tensor in targets.items():
         record = index.tensors.get(name)
         if record is None:
             raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
         check_target(name, record, tensor)
-        buffers[name] = tensor if _is_plain_memory(tensor) else torch.empty(record.shape, dtype=tensor.dtype)
-    views = {name: _byte_view(buffer) for name, buffer in buffers.items()}
-    for shard, pieces in _pieces_by_shard(index, views):
+        local, box = local_part(tensor), local_box(name, tensor)
+        if tuple(local.shape) != box.lengths:
+            raise StateError(name, f"this rank holds {list(local.shape)} where its placements say {list(box.lengths)}")
+        parts[name] = (local, box)
+    read_parts(store, index, parts)
+
+
+def read_parts(store: ObjectStore, index: fmt.Index, parts: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
+    """Fill plain tensors, each of which is the given box of a saved tensor of its dtype. Raises as `read_tensors`."""
+    buffers = {
+        name: tensor if _is_plain_memory(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for name, (tensor, _) in parts.items()
+    }
+    wanted = {name: (_byte_view(buffer), parts[name][1]) for name, buffer in buffers.items()}
+    for shard, pieces in _pieces_by_shard(index, wanted):
         _read_shard(store, index, shard, pieces)
     with torch.no_grad():
-        for name, tensor in targets.items():
+        for name, (tensor, _) in parts.items():
             if buffers[name] is not tensor:
                 _copy(buffers[name], tensor)
 
@@ -60,22 +77,96 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-Piece = tuple[int, int, memoryview]
+class Sink(Protocol):
+    """Where bytes of a piece go."""
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Take in the piece's bytes from `offset` on."""
+        ...
+
+
+class Memory:
+    """Memory that has the piece's bytes in their order."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Copy them to where they belong."""
+        self._view[offset : offset + len(data)] = data
+
+
+class Scatter:
+    """Memory in which elements of the piece lie apart: what two boxes have in common, in the order of the saved one."""
+
+    def __init__(self, view: memoryview, *, width: int, target: Box, saved: Box, start: int) -> None:
+        elements = np.frombuffer(view, dtype=f"u{width}")
+        self._elements = elements.reshape(target.lengths)
+        self._width = width
+        self._target = within(target, saved)
+        self._saved = saved.lengths
+        self._start = start
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Copy those that the target has. Chunks and windows are aligned, so no element is cut in two."""
+        source = np.frombuffer(data, dtype=f"u{self._width}")
+        start = self._start + offset // self._width
+        for box in boxes_of_range(self._saved, start, start + len(source)):
+            count = box.elements
+            common = overlap(box, self._target)
+            if common is not None:
+                piece = source[:count].reshape(box.lengths)
+                self._elements[_slices(common, self._target)] = piece[_slices(common, box)]
+            source = source[count:]
+
+
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in zip(*within(inner, outer), strict=True))
+
+
+Piece = tuple[int, int, Sink]
 """Bytes [first, last) of a shard, and where they go."""
+Wanted = Mapping[str, tuple[memoryview, Box]]
+"""The memory of what is to be filled, and the box of the saved tensor that it is."""
 
 
-def _pieces_by_shard(
-    index: fmt.Index, views: Mapping[str, memoryview]
-) -> Iterator[tuple[fmt.ShardRecord, list[Piece]]]:
+def _pieces_by_shard(index: fmt.Index, wanted: Wanted) -> Iterator[tuple[fmt.ShardRecord, list[Piece]]]:
     """What is needed of each shard that anything is needed of, by rank. Raises FormatError."""
     pieces: dict[int, list[Piece]] = {}
-    for name, view in views.items():
-        width = fmt.DTYPE_BYTES[index.tensors[name].dtype]
-        for rank, start, stop, first, last in index.chunks(name):
-            if start < stop:
-                pieces.setdefault(rank, []).append((first, last, view[start * width : stop * width]))
+    for name, (view, box) in wanted.items():
+        record = index.tensors[name]
+        width, everything = fmt.DTYPE_BYTES[record.dtype], whole(record.shape)
+        for chunk in index.chunks(name) if box.elements else ():
+            if chunk.first_byte % width:
+                raise FormatError(fmt.index_key(index.id), f"{name}: rank {chunk.rank}'s chunk is not aligned")
+            found = _pieces(chunk, chunk.box or everything, view, box, width)
+            pieces.setdefault(chunk.rank, []).extend(found)
     for rank in sorted(pieces):
-        yield index.by_rank[rank], sorted(pieces[rank], key=lambda piece: piece[0])
+        yield index.by_rank[rank], sorted(pieces[rank], key=_first_byte)
+
+
+def _first_byte(piece: Piece) -> int:
+    return piece[0]
+
+
+def _pieces(chunk: Chunk, saved: Box, view: memoryview, target: Box, width: int) -> Iterator[Piece]:
+    """The bytes of a chunk that a target needs; `saved` is the box whose elements the chunk counts."""
+    common = overlap(saved, target)
+    if common is None:
+        return
+    there, here = span(common, saved), span(common, target)
+    joined = there is not None and here is not None
+    for low, high in [there] if there is not None else spans(common, saved, max(fmt.BLOCK_BYTES // width, 1)):
+        start, stop = max(low, chunk.start), min(high, chunk.stop)
+        if start >= stop:
+            continue
+        first = chunk.first_byte + (start - chunk.start) * width
+        if joined and here is not None:
+            begin = (here[0] + start - low) * width
+            sink: Sink = Memory(view[begin : begin + (stop - start) * width])
+        else:
+            sink = Scatter(view, width=width, target=target, saved=saved, start=start)
+        yield first, first + (stop - start) * width, sink
 
 
 def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, wanted: list[Piece]) -> None:
@@ -84,15 +175,17 @@ def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, wa
         end = window.start + len(window.data)
         while position < len(wanted) and wanted[position][1] <= window.start:
             position += 1
-        for first, last, view in wanted[position:]:
+        for first, last, sink in wanted[position:]:
             if first >= end:
                 break
-            offset, piece = window.cut(first, last)
-            view[offset : offset + len(piece)] = piece
+            offset, data = window.cut(first, last)
+            if len(data):
+                sink.put(offset, data)
 
 
 def _byte_view(tensor: torch.Tensor) -> memoryview:
     """The tensor's memory as bytes."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) keeps odd strides of single elements
+    return memoryview(flat.view(torch.uint8).numpy().data)

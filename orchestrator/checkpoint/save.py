@@ -127,7 +127,7 @@ def _receipt(place: ShardPlace, data: memoryview, digests: list[int]) -> fmt.Rec
 def _table(key: str, header: dict[str, Any], parts: dict[str, Any], data_bytes: int) -> fmt.ShardTable:
     """The header's entries as columns. Raises FormatError if they do not fill the file in their order."""
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    shapes, starts, lengths, position = [], [], [], 0
+    shapes, starts, lengths, boxes, position = [], [], [], [], 0
     try:
         for name, entry in entries:
             first, last = entry["data_offsets"]
@@ -138,6 +138,7 @@ def _table(key: str, header: dict[str, Any], parts: dict[str, Any], data_bytes: 
             shapes.append(tuple(entry["shape"] if part is None else part["shape"]))
             starts.append(0 if part is None else part["start"])
             lengths.append(length)
+            boxes.append(() if part is None or "box" not in part else (*part["box"], part["before"]))
             position = last
         dtypes = tuple(entry["dtype"] for _, entry in entries)
     except (KeyError, ValueError, TypeError) as error:
@@ -146,7 +147,12 @@ def _table(key: str, header: dict[str, Any], parts: dict[str, Any], data_bytes: 
         raise FormatError(key, f"is not a shard of this project: {position} bytes of tensors in {data_bytes}")
     names = tuple(name for name, _ in entries)
     return fmt.ShardTable(
-        names=names, dtypes=dtypes, shapes=tuple(shapes), starts=tuple(starts), lengths=tuple(lengths)
+        names=names,
+        dtypes=dtypes,
+        shapes=tuple(shapes),
+        starts=tuple(starts),
+        lengths=tuple(lengths),
+        boxes=tuple(boxes),
     )
 
 

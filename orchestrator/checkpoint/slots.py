@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -31,7 +32,7 @@ SLOTS = 2
 HEADER_ALIGN_BYTES = 4096
 _INFO_BYTES = 65536
 _WORD_STEP, _WORD_ECHO, _WORD_PASSED, _WORD_STEP_NS, _WORD_BEAT_NS, _WORD_PHASE, _WORD_SIGNAL = range(8, 15)
-_WORD_SAVE_ASKED, _WORD_INFO, _WORD_SLOT_BYTES, _WORD_UNIQUE_BYTES = range(15, 19)
+_WORD_SAVE_ASKED, _WORD_INFO, _WORD_SLOT_BYTES, _WORD_UNIQUE_BYTES, _WORD_TWINS = range(15, 20)
 _WORD_SLOTS = 20  # three words for each slot: state, bytes, staging nanoseconds
 _WORD_SELECTOR, _WORD_OUTCOME = 32, 33
 _CELLS_AT_BYTE = 512
@@ -40,6 +41,11 @@ _STEP_BITS = 42
 _GENERATION_BITS = 20
 _STATE_SHIFT = _GENERATION_BITS + _STEP_BITS
 _IMAGE = slice(8 * _WORD_STEP, 8 * (_WORD_OUTCOME + 1))
+
+
+def _twins_bytes(world_size: int) -> int:
+    """Room for what `set_twins` publishes: a few sets of ranks."""
+    return 4096 + 32 * world_size
 
 
 class WorkerPhase(IntEnum):
@@ -120,7 +126,7 @@ class ControlBlock:
     def create(cls, path: Path, *, generation: int, rank: int, world_size: int) -> ControlBlock:
         """Make the file (0600) and map it. Called by the agent before the worker starts."""
         cell_bytes = -(-(_CELL.size + -(-world_size // 8) + 4) // 64) * 64
-        size = _CELLS_AT_BYTE + 2 * cell_bytes + _INFO_BYTES
+        size = _CELLS_AT_BYTE + 2 * cell_bytes + _INFO_BYTES + _twins_bytes(world_size)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(handle, 0, size)
@@ -204,6 +210,18 @@ class ControlBlock:
     def set_unique_bytes(self, size_bytes: int) -> None:
         """Publish how much of this rank's shard no other rank holds; before `set_slot_bytes`."""
         self._words[_WORD_UNIQUE_BYTES] = size_bytes
+
+    def set_twins(self, twins: Sequence[Sequence[int]]) -> None:
+        """Publish, for each part of the state that this rank has and not all have, who holds it; as `unique_bytes`.
+
+        If they are too many for their room, it is said that this rank is alone with something: the cautious answer.
+        """
+        data = json.dumps(twins, separators=(",", ":")).encode()
+        if len(data) > _twins_bytes(self.world_size):
+            data = json.dumps([[self.rank]]).encode()
+        start = _CELLS_AT_BYTE + 2 * self._cell_bytes + _INFO_BYTES
+        self._memory[start : start + len(data)] = data
+        self._words[_WORD_TWINS] = len(data)
 
     def set_info(self, info: dict[str, Any]) -> None:
         """Publish what attach knows, as JSON, once."""
@@ -353,6 +371,15 @@ class ControlBlock:
     def unique_bytes(self) -> int:
         """Bytes of this rank's shard that no other rank holds; 0 before planning."""
         return self._words[_WORD_UNIQUE_BYTES]
+
+    @property
+    def twins(self) -> tuple[tuple[int, ...], ...]:
+        """For each part of the state that this rank has and not all have: the ranks that hold it. Read when planned."""
+        length = self._words[_WORD_TWINS]
+        start = _CELLS_AT_BYTE + 2 * self._cell_bytes + _INFO_BYTES
+        if length == 0 or length > len(self._memory) - start:
+            return ()
+        return tuple(tuple(ranks) for ranks in json.loads(self._memory[start : start + length]))
 
     @property
     def info(self) -> dict[str, Any] | None:

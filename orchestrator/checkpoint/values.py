@@ -31,7 +31,7 @@ def encode(value: Any, path: str, is_tensor: Callable[[Any], bool], tensors: dic
         return value
     if is_tensor(value):
         add_tensor(tensors, path, value)
-        return {TAG: "tensor", "name": path}
+        return tensor_tree(path)
     if type(value) is int:
         _check_int(value, path)
         return value
@@ -49,6 +49,11 @@ def encode(value: Any, path: str, is_tensor: Callable[[Any], bool], tensors: dic
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved: state may hold tensors, numbers, "
         "strings, None, lists, tuples and dicts",
     )
+
+
+def tensor_tree(name: str) -> dict[str, str]:
+    """What stands for a tensor in the tree."""
+    return {TAG: "tensor", "name": name}
 
 
 def add_tensor(tensors: dict[str, Any], name: str, tensor: Any) -> None:

@@ -1,7 +1,9 @@
 """Who writes what of the state that several ranks hold alike. Pure; called by `checkpoint.layout`.
 
-The tensors are laid end to end in a fixed order and cut into equal byte windows, one for each present rank, so
-that each writes 1/N. A rank that is announced absent owns nothing: a node that may vanish takes nothing along.
+The ranks that hold the same part of a tensor are its holders: all ranks (DDP), those of one place in a shard group
+(HSDP), or one rank alone. Tensors of the same holders are laid end to end in a fixed order and cut into equal byte
+windows, one for each present holder, so that each writes 1/N. A rank that is announced absent owns nothing that a
+present one holds: a node that may vanish takes nothing along that is anywhere else.
 """
 
 from __future__ import annotations
@@ -21,18 +23,24 @@ class Span:
 
 def present_ranks(world_size: int, absent: Collection[int]) -> tuple[int, ...]:
     """The ranks that own shared state; all of them if everyone is announced absent."""
-    present = tuple(rank for rank in range(world_size) if rank not in absent)
-    return present or tuple(range(world_size))
+    return present_of(range(world_size), absent)
 
 
-def owned_spans(sizes: Sequence[tuple[int, int]], *, rank: int, world_size: int, absent: Collection[int]) -> list[Span]:
-    """The spans that `rank` owns.
+def present_of(holders: Sequence[int], absent: Collection[int]) -> tuple[int, ...]:
+    """The holders that own what these hold; all of them if every one is announced absent: nobody else has it."""
+    return tuple(rank for rank in holders if rank not in absent) or tuple(holders)
 
-    `sizes` gives (elements, bytes per element) of each tensor, in the order that all ranks share. Windows are cut
-    at element boundaries; every element belongs to exactly one rank. A tensor without elements belongs to the
-    first present rank, so that its name and shape are stored.
+
+def owned_spans(
+    sizes: Sequence[tuple[int, int]], *, rank: int, holders: Sequence[int], absent: Collection[int]
+) -> list[Span]:
+    """The spans that `rank` owns of what `holders` (by rising rank) hold alike.
+
+    `sizes` gives (elements, bytes per element) of each tensor, in the order that all holders share. Windows are cut
+    at element boundaries; every element belongs to exactly one holder. A tensor without elements belongs to the
+    first present one, so that its name and shape are stored.
     """
-    present = present_ranks(world_size, absent)
+    present = present_of(holders, absent)
     if rank not in present:
         return []
     place, count = present.index(rank), len(present)

@@ -6,7 +6,8 @@ way in two steps: `targets` names the tensors to read into, `finish` is called o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,9 +15,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.layout import Scope, TensorSpec, describe
+from orchestrator.checkpoint.layout import (
+    TORCH_DTYPES,
+    Scope,
+    Shares,
+    TensorSpec,
+    as_sharded,
+    describe,
+    local_part,
+    sharding_is_there,
+)
 from orchestrator.checkpoint.restore import empty_like
-from orchestrator.checkpoint.values import add_tensor, decode, encode
+from orchestrator.checkpoint.values import add_tensor, decode, encode, tensor_tree
 from orchestrator.errors import FormatError, StateError
 
 
@@ -24,13 +34,18 @@ from orchestrator.errors import FormatError, StateError
 class Captured:
     """The live state at one boundary. Tensors alias the training state: copy them before training goes on."""
 
+    shares: Shares | None = None
+    """What this rank holds of sharded tensors; None: there can be none."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What this rank holds of each tensor."""
+    sources: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors themselves: of a sharded one, the DTensor."""
     scopes: dict[str, Scope] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
     def specs(self) -> list[TensorSpec]:
         """What the layout needs to know; refuses tensors that cannot be saved exactly, by name."""
-        return [describe(name, tensor, self.scopes[name]) for name, tensor in self.tensors.items()]
+        return [describe(name, tensor, self.scopes[name], self.shares) for name, tensor in self.sources.items()]
 
     def add(self, value: Any, path: str, scope: Scope) -> Any:
         """Encode a value; its tensors are taken in under `scope`."""
@@ -42,7 +57,8 @@ class Captured:
 
     def add_tensor(self, name: str, tensor: torch.Tensor, scope: Scope) -> None:
         """Take one tensor in. Raises StateError if another one has its name."""
-        add_tensor(self.tensors, name, tensor)
+        add_tensor(self.sources, name, tensor)
+        self.tensors[name] = local_part(tensor)
         self.scopes[name] = scope
 
 
@@ -84,28 +100,52 @@ def name_parameters(models: Sequence[ModelPart]) -> dict[torch.Tensor, str]:
     names: dict[torch.Tensor, str] = {}
     for model in models:
         prefix = f"{model.name}." if len(models) > 1 else ""
+        model.settle()
         for name, parameter in model.module.named_parameters():
             names.setdefault(parameter, prefix + name)
     return names
 
 
 class ModelPart:
-    """A module, in DDP or not. Parameters are alike on every rank; buffers are the first rank's, as DDP broadcasts."""
+    """A module: plain, in DDP, in `fully_shard`, parallelised into DTensors.
+
+    Plain parameters are alike on every rank; plain buffers are the first rank's, as DDP broadcasts. What stands under
+    several names (tied weights) is stored once, under the first.
+    """
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name = name
         self.module: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+        for path, part in self.module.named_modules():
+            if type(part).__name__ == "FullyShardedDataParallel" and type(part).__module__.startswith("torch."):
+                where = f"{name}.{path}" if path else name
+                raise StateError(where, "FullyShardedDataParallel hides its parameters; use fully_shard instead")
+
+    def settle(self) -> None:
+        """`fully_shard` lends out whole parameters between forward and backward: have it take them back."""
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it, nobody can have used it
+        for part in self.module.modules() if fsdp is not None else ():
+            if isinstance(part, fsdp.FSDPModule):
+                part.reshard()
 
     def capture(self, captured: Captured) -> Any:
         """All of `state_dict()`."""
+        self.settle()
         buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-        return {
-            key: captured.add(value, f"{self.name}.{key}", Scope.FIRST if key in buffers else Scope.SHARED)
-            for key, value in self.module.state_dict().items()
-        }
+        tree: dict[str, Any] = {}
+        names: dict[Any, str] = {}
+        for key, value in self.module.state_dict().items():
+            name = f"{self.name}.{key}"
+            first = names.setdefault(_memory(value) or name, name)
+            if first == name:
+                tree[key] = captured.add(value, name, Scope.FIRST if key in buffers else Scope.SHARED)
+            else:
+                tree[key] = tensor_tree(first)
+        return tree
 
     def targets(self, tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
         """The live tensors themselves: they are read into in place. New ones for what is not the model's own memory."""
+        self.settle()
         live = self.module.state_dict()
         missing, extra = sorted(set(live) - set(tree)), sorted(set(tree) - set(live))
         if missing or extra:
@@ -113,21 +153,36 @@ class ModelPart:
                 self.name, f"the checkpoint lacks {missing[:5]} and has {extra[:5]} that this model does not have"
             )
         in_place = self._in_place(live)
-        targets = {f"{self.name}.{key}": live[key] for key in in_place}
+        targets: dict[str, torch.Tensor] = {}
         for key in live:
             if key not in in_place:
-                targets |= _new_tensors(tree[key], index)
-            elif list(tensor_names(tree[key])) != [f"{self.name}.{key}"]:
-                raise StateError(f"{self.name}.{key}", "a tensor in this model, something else in the checkpoint")
+                targets |= _new_tensors(tree[key], index, {f"{self.name}.{key}": live[key]})
+        return targets | self._live_targets({key: live[key] for key in live if key in in_place}, tree)
+
+    def _live_targets(self, live: Mapping[str, torch.Tensor], tree: Any) -> dict[str, torch.Tensor]:
+        """The model's tensors under the names that they were saved by; tied ones must be tied as they were."""
+        targets: dict[str, torch.Tensor] = {}
+        saved_by: dict[Any, str] = {}
+        memory_of: dict[str, Any] = {}
+        for key, tensor in live.items():
+            name = f"{self.name}.{key}"
+            if tree[key] != tensor_tree(saved := next(iter(tensor_names(tree[key])), "")):
+                raise StateError(name, "a tensor in this model, something else in the checkpoint")
+            memory = _memory(tensor) or name
+            if saved_by.setdefault(memory, saved) != saved:
+                raise StateError(name, f"the same tensor as {saved_by[memory]} in this model, not in the checkpoint")
+            if memory_of.setdefault(saved, memory) != memory:
+                raise StateError(name, f"the same tensor as {saved} in the checkpoint, not in this model: tie them")
+            targets[saved] = tensor
         return targets
 
     def _in_place(self, live: Mapping[str, Any]) -> set[str]:
         """The keys of `state_dict()` whose tensors are parameters and buffers themselves, not made for the occasion."""
-        own = {tensor.untyped_storage().data_ptr() for tensor in (*self.module.parameters(), *self.module.buffers())}
+        own = {_storage(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         return {
             key
             for key, value in live.items()
-            if _is_tensor(value) and (value.numel() == 0 or value.untyped_storage().data_ptr() in own)
+            if _is_tensor(value) and (local_part(value).numel() == 0 or _storage(value) in own)
         }
 
     def finish(self, tree: Any, filled: Mapping[str, torch.Tensor]) -> None:
@@ -178,8 +233,17 @@ class OptimizerPart:
         return captured.add({"kind": kind, "groups": groups, "state": state}, self.name, Scope.SHARED)
 
     def targets(self, tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
-        """New tensors: a fresh optimizer has none yet."""
-        return _new_tensors(tree, index)
+        """New tensors: a fresh optimizer has none yet. Those of a sharded parameter's shape are sharded as it is."""
+        parameters = {name: parameter for parameter, name in self._names().items()}
+        saved = decode(tree, self.name, _Named)
+        alike: dict[str, torch.Tensor] = {}
+        for name, entry in saved["state"].items():
+            parameter = parameters.get(name)
+            if parameter is not None:
+                for key, value in entry.items():
+                    if key != "step":
+                        alike |= dict.fromkeys(_names_in(value), parameter)
+        return _new_tensors(tree, index, alike)
 
     def finish(self, tree: Any, filled: Mapping[str, torch.Tensor]) -> None:
         """Set the groups' options and each parameter's state."""
@@ -222,8 +286,11 @@ class ObjectPart:
         return captured.add(self._value.state_dict(), self._path, self._scope)
 
     def targets(self, tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
-        """New tensors."""
-        return _new_tensors(tree, index)
+        """New tensors, sharded as those are that the object has now."""
+        live: dict[str, torch.Tensor] = {}
+        if sharding_is_there() and next(iter(tensor_names(tree)), None) is not None:
+            encode(self._value.state_dict(), self._path, _is_tensor, live)
+        return _new_tensors(tree, index, live)
 
     def finish(self, tree: Any, filled: Mapping[str, torch.Tensor]) -> None:
         """`load_state_dict` of the saved value. A learning-rate schedule of another kind would take it silently."""
@@ -246,11 +313,13 @@ def _placed(value: Any, parameter: torch.Tensor, on_host: bool) -> Any:
 
     State of the parameter's shape gets the parameter's memory layout, too, as the optimizer made it.
     """
+    if _is_tensor(value) and as_sharded(value) is not None:
+        return value  # made as the parameter is
     if isinstance(value, list | tuple):
         return type(value)(_placed(item, parameter, on_host) for item in value)
     if not _is_tensor(value) or (on_host and value.dim() == 0):
         return value
-    if value.shape == parameter.shape:
+    if value.shape == parameter.shape and as_sharded(parameter) is None:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device)
 
@@ -274,11 +343,56 @@ def tensor_names(tree: Any) -> Iterable[str]:
     return names
 
 
-def _new_tensors(tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Stands for a tensor where only its name is known."""
+
+    name: str
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """The names of the tensors in a decoded value."""
+    if isinstance(value, _Named):
+        yield value.name
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _names_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _names_in(item)
+
+
+def _new_tensors(tree: Any, index: fmt.Index, alike: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """A new tensor for each that the tree names; sharded as what `alike` has for it, if that has the same shape."""
+    found: dict[str, torch.Tensor] = {}
     for name in tensor_names(tree):
-        if name not in index.tensors:
+        record = index.tensors.get(name)
+        if record is None:
             raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
-    return {name: empty_like(index.tensors[name]) for name in tensor_names(tree)}
+        like: Any = (alike or {}).get(name)
+        if _is_tensor(like) and as_sharded(like) is not None and tuple(like.shape) == record.shape:
+            found[name] = torch.empty_like(like, dtype=TORCH_DTYPES[record.dtype], requires_grad=False)
+        else:
+            found[name] = empty_like(record)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()
+
+
+def _memory(value: Any) -> tuple[Any, ...] | None:
+    """Alike for two tensors only if they are one: the same elements of the same memory. None if that cannot be told."""
+    if not _is_tensor(value):
+        return None
+    local = local_part(value)
+    plain = type(local) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and local.layout is torch.strided
+    if not plain or local.device.type == "meta" or value.numel() == 0:
+        return None
+    placed = as_sharded(value)
+    sharding = None if placed is None else (placed.device_mesh, placed.placements)
+    view = (local.storage_offset(), tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg())
+    return (_storage(local), *view, tuple(value.shape), sharding)
 
 
 def _first_difference(now: list[list[str]], then: list[list[str]]) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
-from orchestrator.checkpoint.layout import Scope, ShardPlan, plan_shard
+from orchestrator.checkpoint.layout import Scope, ShardPlan, Shares, holder_sets, plan_shard
 from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_state, read_receipt
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.staging import Metadata, SlotFile
@@ -46,13 +46,16 @@ class SavedState:
         self._optimizers = optimizers
         self._accept = accept
         self._slots = tuple(SlotFile(Path(path)) for path in launch.slot_paths)
+        self._shares = Shares(launch.rank, launch.world_size)
         self._plans: dict[tuple[int, ...], ShardPlan] = {}
         self._specs: object = None
         self._rng: rng.RngState | None = None
         self.restored = False
         self.planned = False
         self.unique_bytes = 0
-        """Bytes of the shard that no other rank holds: the header's. All tensors that can be saved are held alike."""
+        """Bytes of the shard that no other rank holds, the header's among them."""
+        self.twins: tuple[tuple[int, ...], ...] = ()
+        """For each part of the state that this rank has and not all have: the ranks that hold it."""
         self._step = 0
 
     # -- saving ------------------------------------------------------------------------------------------
@@ -63,19 +66,25 @@ class SavedState:
         Raises StateError naming what cannot be saved, RefusedError if memory is short.
         """
         captured, metadata = self._capture(self._step)
+        self.twins = holder_sets(captured.specs(), self._launch.world_size)
         plans = [self._plan_for(captured, metadata, absent) for absent in self._possible_absences()]
         size = max(plan.size_bytes for plan in plans)
-        self.unique_bytes = max(plan.header_bytes for plan in plans)
+        self.unique_bytes = max(plan.unique_bytes(self._launch.rank) for plan in plans)
         for slot in self._slots:
             slot.reserve(size)
         self.planned = True
         return size
 
     def _possible_absences(self) -> list[tuple[int, ...]]:
-        """Nobody, or all ranks of the first or the last node, if this rank is not one of them."""
-        world, local = self._launch.world_size, self._launch.local_world_size
-        nodes = [tuple(range(0, local)), tuple(range(world - local, world))]
-        return [(), *(ranks for ranks in nodes if self._launch.rank not in ranks)]
+        """Nobody, or all ranks of one node, if this rank is not one of them.
+
+        Nodes that take equal shares from this rank need not all be tried: the first and the last one, and of those that
+        hold the same part of the state as this rank.
+        """
+        world, local, own = self._launch.world_size, self._launch.local_world_size, self._launch.rank
+        others = [[rank for rank in twins if rank // local != own // local] for twins in (range(world), *self.twins)]
+        firsts = {rank // local * local for ranks in others if ranks for rank in (ranks[0], ranks[-1])}
+        return [(), *(tuple(range(first, min(first + local, world))) for first in sorted(firsts))]
 
     def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
         """Copy the state at this boundary into a slot; bytes of the shard."""
@@ -109,7 +118,7 @@ class SavedState:
         return self._plans[absent]
 
     def _capture(self, step: int) -> tuple[Captured, Metadata]:
-        captured = Captured()
+        captured = Captured(shares=self._shares)
         objects = {part.name: part.capture(captured) for part in self._parts}
         state = rng.capture()
         prefix = f"rank.{self._launch.rank:05d}.rng."

@@ -130,6 +130,7 @@ class Run:
         """Reserve the slots, and publish what saving needs."""
         slot_bytes = self._state.plan()
         self._control.set_unique_bytes(self._state.unique_bytes)
+        self._control.set_twins(self._state.twins)
         self._control.set_slot_bytes(slot_bytes)
 
     def _refuse_world_size(self) -> None:

@@ -183,12 +183,13 @@ def test_an_attached_worker_is_reported_once(gang: LocalGang) -> None:
 def test_plans_saves_and_signals_are_reported_once_each(gang: LocalGang) -> None:
     control = gang.workers[0].control
     control.set_unique_bytes(512)
+    control.set_twins([[0, 2]])
     control.set_slot_bytes(8192)
     control.ask_save()
     control.note_signal(15)
     events = list(gang.observe())
     planned = [event for event in events if isinstance(event, RankPlanned)]
-    assert [(event.slot_bytes, event.unique_bytes) for event in planned] == [(8192, 512)]
+    assert [(event.slot_bytes, event.unique_bytes, event.twins) for event in planned] == [(8192, 512, ((0, 2),))]
     assert [event.rank for event in events if isinstance(event, SaveAsked)] == [0]
     (notice,) = [event for event in events if isinstance(event, NoticeReceived)]
     assert notice.source == "SIGTERM to rank 0"

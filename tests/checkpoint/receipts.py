@@ -12,19 +12,25 @@ from orchestrator.core.ownership import present_ranks
 
 CHECKPOINT = CheckpointId(generation=1, step=2)
 HEADER_BYTES = 4096
-Row = tuple[str, str, tuple[int, ...], int, int]
-"""Name, dtype, shape, first element, elements."""
+Row = tuple[str, str, tuple[int, ...], int, int] | tuple[str, str, tuple[int, ...], int, int, tuple[int, ...]]
+"""Name, dtype, shape, first element, elements, and the box if it is part of one."""
+
+
+def full(row: Row) -> tuple[str, str, tuple[int, ...], int, int, tuple[int, ...]]:
+    """The row with its box."""
+    return row if len(row) == 6 else (*row, ())
 
 
 def table(*rows: Row) -> fmt.ShardTable:
     """A shard's table from its rows."""
-    columns = [tuple(column) for column in zip(*rows, strict=True)] or [()] * len(fmt.TABLE_COLUMNS)
+    columns = [tuple(column) for column in zip(*(full(row) for row in rows), strict=True)]
+    columns = columns or [()] * len(fmt.TABLE_COLUMNS)
     return fmt.ShardTable(**dict(zip(fmt.TABLE_COLUMNS, columns, strict=True)))
 
 
 def data_bytes(rows: Iterable[Row]) -> int:
     """Bytes of a shard's tensors."""
-    return sum(length * fmt.DTYPE_BYTES.get(dtype, 4) for _, dtype, _, _, length in rows)
+    return sum(length * fmt.DTYPE_BYTES.get(dtype, 4) for _, dtype, _, _, length, _ in map(full, rows))
 
 
 def receipt(

@@ -126,7 +126,8 @@ def required(world_size: int, absent: Collection[int]) -> tuple[int, ...]:
 def bits(tensor: torch.Tensor) -> bytes:
     """The tensor's elements in row-major order, as bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
+    flat = plain.as_strided((plain.numel(),), (1,))
+    return bytes(flat.view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
 
 
 ALL_DTYPES = (

@@ -36,7 +36,7 @@ def test_a_cover_knows_what_a_set_of_elements_knows(seed: int) -> None:
 
 
 def test_a_series_comes_back_from_its_text() -> None:
-    both = [Series(0, 4096, 0, 250, 0), Series(4096, 1, 1_024_000, 17, 1 << 40)]
+    both = [Series(0, 4096, 0, 250, 0, 250), Series(4096, 1, 1_024_000, 17, 1 << 40, 17)]
     assert list(parse_series(" ".join(one.text() for one in both))) == both
     assert both[0].text() == "0*4096:0+250@0"
     assert both[0].stop == 1_024_000

@@ -8,13 +8,24 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedParameter
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES, Scope, ShardPlan, TensorSpec, describe, plan_shard
+from orchestrator.checkpoint.layout import (
+    DTYPES,
+    TORCH_DTYPES,
+    Scope,
+    ShardPlan,
+    Shares,
+    TensorSpec,
+    describe,
+    plan_shard,
+)
 from orchestrator.checkpoint.slots import HEADER_ALIGN_BYTES
 from orchestrator.core.ownership import present_ranks
 from orchestrator.errors import StateError
+from tests.checkpoint.sharded import process_group
 from tests.checkpoint.shards import ALL_DTYPES, random_absences, random_shape
 
 SCOPES = (Scope.SHARED, Scope.SHARED, Scope.SHARED, Scope.FIRST, Scope.RANK)
@@ -155,21 +166,13 @@ def test_tensors_that_a_copy_would_falsify_are_refused_by_name(make: Callable[[]
     assert caught.value.path == "model.layer.weight"
 
 
-def test_sharded_tensors_are_refused_by_name() -> None:
-    """F59, F61: this release stores no sharded tensors; a DTensor's local part alone would be taken for all of it."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        tensor = DTensor.from_local(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()], run_check=False)
-        with pytest.raises(StateError, match="DTensor"):
-            describe("model.weight", tensor, Scope.SHARED)
-        with pytest.raises(StateError, match="DTensor"):
-            describe("model.weight", torch.nn.Parameter(tensor), Scope.SHARED)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_sharded_tensor_is_refused_where_each_rank_has_its_own() -> None:
+    """F59, F61: a DTensor's local part alone would be taken for all of it."""
+    with process_group(0, 1) as mesh_of:
+        tensor = DTensor.from_local(torch.ones(4), mesh_of((1,)), [Replicate()], run_check=False)
+        for one in (tensor, torch.nn.Parameter(tensor)):
+            with pytest.raises(StateError, match="DTensor"):
+                describe("rank.00000.data.x", one, Scope.RANK, Shares(0, 1))
 
 
 @pytest.mark.parametrize("make", [torch.Tensor, torch.nn.Parameter, torch.nn.Buffer])

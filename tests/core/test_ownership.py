@@ -21,7 +21,7 @@ def random_sizes(draw: random.Random) -> list[tuple[int, int]]:
 
 def spans_of_all(sizes: list[tuple[int, int]], world_size: int, absent: frozenset[int]) -> list[list[Span]]:
     """Each rank's spans."""
-    return [owned_spans(sizes, rank=rank, world_size=world_size, absent=absent) for rank in range(world_size)]
+    return [owned_spans(sizes, rank=rank, holders=range(world_size), absent=absent) for rank in range(world_size)]
 
 
 def owners_of(spans: list[list[Span]], tensor: int, elements: int) -> list[list[int]]:
@@ -76,7 +76,7 @@ def test_an_empty_tensor_belongs_to_the_first_present_rank_alone(seed: int) -> N
 def test_spans_are_in_order_and_each_tensor_is_one_piece_per_rank(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(100):
-        mine = owned_spans(random_sizes(draw), rank=0, world_size=draw.randint(1, 5), absent=())
+        mine = owned_spans(random_sizes(draw), rank=0, holders=range(draw.randint(1, 5)), absent=())
         tensors = [span.tensor for span in mine]
         assert tensors == sorted(set(tensors))
 

@@ -539,7 +539,7 @@ def test_f113_tied_weights_stay_tied(store: MemoryStore, tmp_path: Path) -> None
     torch.autograd.backward(given["model"](torch.tensor([1, 2])).sum())
     given["optimizer"].step()
     checkpoint = save_one(store, tmp_path, 1, **given)
-    assert {"model.0.weight", "model.1.weight"} < set(read_committed(store, checkpoint).tensors)
+    assert {name for name in read_committed(store, checkpoint).tensors if "model" in name} == {"model.0.weight"}
     again = build()
     restore_one(store, tmp_path, checkpoint, **again)
     assert again["model"][0].weight is again["model"][1].weight
@@ -548,14 +548,14 @@ def test_f113_tied_weights_stay_tied(store: MemoryStore, tmp_path: Path) -> None
 
 
 def test_the_buffers_of_a_tied_module_are_all_the_first_ranks() -> None:
-    """A module used twice has its buffers under two names; both are what DDP broadcasts, not parts of each rank's."""
+    """A module used twice has its buffers under two names: stored once, and what DDP broadcasts."""
     from orchestrator.checkpoint.layout import Scope
 
     norm = nn.BatchNorm1d(2)
     captured = Captured()
     ModelPart("model", nn.ModuleDict({"a": norm, "b": norm})).capture(captured)
     scopes = {name: scope for name, scope in captured.scopes.items() if "running" in name}
-    assert len(scopes) == 4
+    assert len(scopes) == 2
     assert set(scopes.values()) == {Scope.FIRST}
 
 
