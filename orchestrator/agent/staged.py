@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import crc
 from orchestrator.core.messages import CheckpointId, HandOver
 from orchestrator.errors import DigestError, NotFoundError, StoreDeniedError, StoreError
+from orchestrator.storage.arguments import bytes_wanted, scatter
 from orchestrator.storage.base import Entry, ObjectStore, Piece
 
 PREFIX = "staged/"
@@ -63,6 +64,12 @@ class NodeObjects:
             data = os.pread(file.fileno(), max(0, stop - start), start)
         self._still_there(key, path, size_bytes)
         return data
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        if not key.startswith(PREFIX):
+            return self._store.read_into(key, start, buffers)
+        return scatter(self.read(key, start, start + bytes_wanted(buffers)), buffers)
 
     def size(self, key: str) -> int:
         """See the port."""

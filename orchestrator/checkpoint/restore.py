@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES
-from orchestrator.checkpoint.reader import verified_windows
+from orchestrator.checkpoint.reader import Piece, read_pieces
 from orchestrator.errors import FormatError, StateError
 from orchestrator.storage.base import ObjectStore
 
@@ -41,7 +42,7 @@ def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, tor
         buffers[name] = tensor if _is_plain_memory(tensor) else torch.empty(record.shape, dtype=tensor.dtype)
     views = {name: _byte_view(buffer) for name, buffer in buffers.items()}
     for shard, pieces in _pieces_by_shard(index, views):
-        _read_shard(store, index, shard, pieces)
+        read_pieces(store, index, shard, pieces)
     with torch.no_grad():
         for name, tensor in targets.items():
             if buffers[name] is not tensor:
@@ -60,10 +61,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-Piece = tuple[int, int, memoryview]
-"""Bytes [first, last) of a shard, and where they go."""
-
-
 def _pieces_by_shard(
     index: fmt.Index, views: Mapping[str, memoryview]
 ) -> Iterator[tuple[fmt.ShardRecord, list[Piece]]]:
@@ -78,21 +75,8 @@ def _pieces_by_shard(
         yield index.by_rank[rank], sorted(pieces[rank], key=lambda piece: piece[0])
 
 
-def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, wanted: list[Piece]) -> None:
-    position = 0
-    for window in verified_windows(store, index, shard, [(first, last) for first, last, _ in wanted]):
-        end = window.start + len(window.data)
-        while position < len(wanted) and wanted[position][1] <= window.start:
-            position += 1
-        for first, last, view in wanted[position:]:
-            if first >= end:
-                break
-            offset, piece = window.cut(first, last)
-            view[offset : offset + len(piece)] = piece
-
-
 def _byte_view(tensor: torch.Tensor) -> memoryview:
-    """The tensor's memory as bytes."""
+    """The memory of a plain tensor as bytes, for as long as the caller keeps the tensor."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")  # numpy: 4 × as long
