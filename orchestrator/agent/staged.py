@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from orchestrator.checkpoint.digest import crc
 from orchestrator.checkpoint.near import NEAR_PREFIX
 from orchestrator.core.messages import CheckpointId, HandOver
 from orchestrator.errors import DigestError, NotFoundError, StoreDeniedError, StoreError
+from orchestrator.storage.arguments import bytes_wanted, scatter
 from orchestrator.storage.base import Entry, ObjectStore, Piece
 
 PREFIX = "staged/"
@@ -122,6 +123,12 @@ class NodeObjects:
         except NotFoundError:
             found = self._nearby.read(PREFIX + key, start, stop)
         return self._store.read(key, start, stop) if found is None else found
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        if not key.startswith((PREFIX, NEAR_PREFIX)):
+            return self._store.read_into(key, start, buffers)
+        return scatter(self.read(key, start, start + bytes_wanted(buffers)), buffers)
 
     def size(self, key: str) -> int:
         """See the port."""

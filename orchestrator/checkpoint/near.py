@@ -6,7 +6,7 @@ Nearest is a slot of this node, a slot of another node, the store: the node's ag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.storage.base import Entry, ObjectStore, Piece
@@ -33,6 +33,10 @@ class NearStore:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
         return self._objects.read(_near(key), start, stop)
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        return self._objects.read_into(_near(key), start, buffers)
 
     def size(self, key: str) -> int:
         """See the port."""
