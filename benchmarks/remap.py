@@ -1,0 +1,165 @@
+"""G10: load a checkpoint of 4 ranks at another world size (3, 6), every byte verified, and what is read for that.
+
+Each new rank needs its share of the tensors, in order, and loads it into existing ones; the ranks load one after
+another, and their times are added up. Against the same at 4 ranks (per needed byte: all need the whole state once), and
+against `dcp.load` of a checkpoint that 4 ranks have made. Bytes read are the kernel's count for this process; needed is
+what the tensors take, in whole digest blocks.
+
+    python -m benchmarks.remap [--state A|B] [--pairs 7] [--folder DISK] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks import engine, rivals
+from benchmarks.measuring import (
+    MEMORY,
+    OURS,
+    QUICK_STATES,
+    STATES,
+    Line,
+    Options,
+    Report,
+    Samples,
+    State,
+    after,
+    equal,
+    interleave,
+    options,
+    scratch,
+    seconds_of,
+    show,
+)
+
+SAVED_BY = 4
+LOADED_BY = (4, 3, 6)
+STEP = 1
+SAVE_SECONDS_MAX = 300
+Tensors = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    """Measure and print."""
+    given, report = options(__doc__), Report()
+    for state in given.states:
+        with scratch(given.folder) as folder:
+            measure(state, given, report, folder)
+    show(report, "Loading at another world size (G10)", as_json=given.json)
+
+
+def shares(tensors: Tensors, world_size: int) -> list[Tensors]:
+    """What each rank needs: its part of the tensors, in order."""
+    names = list(tensors)
+    cuts = [len(names) * rank // world_size for rank in range(world_size + 1)]
+    return [{name: tensors[name] for name in names[low:high]} for low, high in zip(cuts, cuts[1:], strict=False)]
+
+
+def save(state: State, tensors: Tensors, folder: Path) -> None:
+    """As 4 ranks: ours one after another, torch's in processes of a group."""
+    store = engine.open_folder(folder / "ours")
+    with scratch(MEMORY) as staging:
+        for rank in range(SAVED_BY):
+            saver = engine.Rank(tensors, staging, rank=rank, world_size=SAVED_BY)
+            saver.upload(store, STEP, saver.stage(STEP))
+    engine.commit_step(store, STEP)
+    place = {"state": state.name, "quick": state is not STATES[state.name], "folder": str(folder)}
+    command = [sys.executable, "-m", "benchmarks.remap", "--as-rank"]
+    processes = [
+        subprocess.Popen([*command, json.dumps(place | {"rank": rank})], cwd=engine.ROOT) for rank in range(SAVED_BY)
+    ]
+    try:
+        codes = [process.wait(timeout=SAVE_SECONDS_MAX) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(codes):
+        raise SystemExit("a rank of dcp.save failed")
+
+
+def be_rank(place: dict[str, object]) -> None:
+    """One of the ranks that make torch's checkpoint."""
+    torch.set_num_threads(1)
+    state = (QUICK_STATES if place["quick"] else STATES)[str(place["state"])]
+    folder = Path(str(place["folder"]))
+    with rivals.process_group(int(str(place["rank"])), SAVED_BY, folder / "meeting"):
+        rivals.dcp_save(state.make(), folder / "dcp")
+
+
+def measure(state: State, given: Options, report: Report, folder: Path) -> None:
+    """One state."""
+    tensors, into = state.make(), state.zeros()
+    save(state, tensors, folder)
+    store, checkpoint = engine.open_folder(folder / "ours"), engine.checkpoint_of(STEP)
+
+    def ours(share: Tensors) -> None:
+        engine.load(store, checkpoint, share)
+
+    def theirs(share: Tensors) -> None:
+        rivals.dcp_load(share, folder / "dcp")
+
+    all_equal = True
+
+    def timed(load: Callable[[Tensors], None], world_size: int) -> float:
+        nonlocal all_equal
+        for tensor in into.values():
+            tensor.fill_(0.5)
+        took = sum(seconds_of(lambda share=share: load(share)) for share in shares(into, world_size))  # type: ignore[misc]
+        all_equal = all_equal and equal(tensors, into)
+        return took
+
+    sides: dict[str, Callable[[], float]] = {}
+    for size in LOADED_BY:
+        sides[f"{OURS} {SAVED_BY}→{size}"] = lambda size=size: timed(ours, size)  # type: ignore[misc]
+        if size != SAVED_BY:
+            sides[f"dcp.load {SAVED_BY}→{size}"] = lambda size=size: timed(theirs, size)  # type: ignore[misc]
+    samples = interleave(sides, given.pairs, after(given.limit_seconds))
+    lines = []
+    for size in LOADED_BY[1:]:
+        read, needed = bytes_read(ours, into, size), 0
+        for share in shares(into, size):
+            needed += engine.needed_bytes(store, checkpoint, list(share))
+        lines += lines_of(state, size, samples, read, needed, all_equal)
+    report.add(f"remap, {state.name}", samples, lines)
+
+
+def bytes_read(load: Callable[[Tensors], None], into: Tensors, world_size: int) -> int:
+    """That this process asked the kernel for, in one load by all ranks."""
+
+    def so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = so_far()
+    for share in shares(into, world_size):
+        load(share)
+    return so_far() - before
+
+
+def lines_of(state: State, size: int, samples: Samples, read: int, needed: int, bit_equal: bool) -> list[Line]:
+    """Time against the same size and against torch, and bytes."""
+    side, what = f"{SAVED_BY}→{size}", f"{SAVED_BY}→{size}, {state.name}"
+    mine = f"{OURS} {side}"
+    same = f"{SAVED_BY}→{SAVED_BY}"
+    both = Samples(by_side={same: samples.by_side[f"{OURS} {same}"], "dcp.load": samples.by_side[f"dcp.load {side}"]})
+    both.by_side[mine] = samples.by_side[mine]
+    of_bytes = Samples(by_side={"read": [read / 2**20], "needed": [needed / 2**20]})
+    must = 0.3 if state.name == "B" else None
+    return [
+        both.line("G10", what, ours=mine, than=same, must=1.3, moonshot=1.1, bit_equal=bit_equal),
+        both.line("G10", what, ours=mine, than="dcp.load", must=must, bit_equal=bit_equal),
+        of_bytes.line("G10", f"read, {what}", ours="read", than="needed", must=1.05, unit="MiB"),
+    ]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-rank"]:
+        be_rank(json.loads(sys.argv[2]))
+    else:
+        main()
