@@ -41,7 +41,7 @@ def main() -> None:
     for state in given.states:
         with scratch(given.folder) as folder:
             measure(state, given, report, folder)
-    show(report, "Loading into existing tensors (G5)", as_json=given.json)
+    show(report, "Loading into existing tensors (G5)", given)
 
 
 class Loads:

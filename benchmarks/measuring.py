@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -207,6 +208,34 @@ def interleave(sides: Mapping[str, Callable[[], float]], pairs: int, over: Calla
     return samples
 
 
+def in_processes(count: int, act: Callable[[int], Any], limit_seconds: float) -> list[Any]:
+    """`act(rank)` in as many processes, each a fork of this one, which saves their imports; their results, by JSON.
+
+    Before it torch may have computed with one thread only: a fork does not take other threads along.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+
+    def be(rank: int) -> None:
+        pipes[rank][1].send_bytes(json.dumps(act(rank)).encode())
+
+    processes = [context.Process(target=be, args=(rank,)) for rank in range(count)]
+    end = time.monotonic() + limit_seconds
+    for process in processes:
+        process.start()
+    try:
+        for _, sender in pipes:
+            sender.close()
+        for receiver, _ in pipes:
+            if not receiver.poll(max(end - time.monotonic(), 0)):
+                sys.exit(f"the ranks did not end within {limit_seconds:.0f} s")
+        return [json.loads(receiver.recv_bytes()) for receiver, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
 # ------------------------------------------------------------------------------------------------- results
 
 
@@ -297,13 +326,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def show(report: Report, title: str, *, as_json: bool) -> None:
+def show(report: Report, title: str, given: Options) -> None:
     """Print a report: a table for a person, or everything as JSON."""
-    if as_json:
+    if given.json:
         print(json.dumps(report.plain(), indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(_table(report.lines, title))
+    if given.quick:
+        console.print("tiny states: these figures say only that it works")
     for line in report.lines:
         if line.note:
             console.print(f"{line.goal} {line.what}, {line.than}: {line.note}", highlight=False)

@@ -41,7 +41,7 @@ def main() -> None:
         for state in given.states:
             with scratch(MEMORY) as staging, scratch(given.folder) as folder:
                 measure(state, given, report, staging, folder)
-    show(report, "Peak of host memory in a save (G14)", as_json=given.json)
+    show(report, "Peak of host memory in a save (G14)", given)
 
 
 def measure(state: State, given: Options, report: Report, staging: Path, folder: Path) -> None:

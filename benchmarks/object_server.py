@@ -1,4 +1,7 @@
-"""Serves a folder as an agent does: `python -m benchmarks.object_server FOLDER TOKEN`, until its input ends. No torch."""
+"""Serves a folder as an agent does: `python -m benchmarks.object_server FOLDER TOKEN`, until its input ends.
+
+Like an agent it loads no torch.
+"""
 
 from __future__ import annotations
 

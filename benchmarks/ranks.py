@@ -9,9 +9,6 @@ Ours is staged and uploaded by each rank and committed by one; `raw write` is ea
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -31,6 +28,7 @@ from benchmarks.measuring import (
     State,
     after,
     equal,
+    in_processes,
     interleave,
     options,
     scratch,
@@ -47,17 +45,18 @@ RANK_SECONDS_MAX = 600
 def main() -> None:
     """Measure and print."""
     given, report = options(__doc__), Report()
-    found = {}
+    torch.set_num_threads(1)
+    found, tensors = {}, (QUICK_STATE if given.quick else STATE).tensors
     for world_size in WORLD_SIZES:
         samples, bit_equal = found[world_size] = measure(world_size, given)
-        what = f"{world_size} ranks × {STATE.tensors // world_size}"
+        what = f"{world_size} ranks × {tensors // world_size}"
         must, moonshot = (0.12, 0.08) if world_size == WORLD_SIZES[0] else (None, None)
         line = samples.line(
             "G6", what, than="dcp.save", must=must, moonshot=moonshot, floor="raw write", bit_equal=bit_equal
         )
         report.add(what, samples, [line])
     report.lines.append(growth(*(found[world_size][0] for world_size in WORLD_SIZES)))
-    show(report, "Several ranks, many small tensors (G6)", as_json=given.json)
+    show(report, "Several ranks, many small tensors (G6)", given)
 
 
 def growth(two: Samples, four: Samples) -> Line:
@@ -73,23 +72,13 @@ def growth(two: Samples, four: Samples) -> Line:
 def measure(world_size: int, given: Options) -> tuple[Samples, bool]:
     """All ranks, each in a process of its own; of each save, what the slowest rank took."""
     with scratch(MEMORY) as staging, scratch(given.folder) as folder:
-        place: dict[str, Any] = {"world_size": world_size, "staging": str(staging), "folder": str(folder)}
-        place |= {"pairs": given.pairs, "limit_seconds": given.limit_seconds / len(WORLD_SIZES), "quick": given.quick}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.ranks", "--as-rank", json.dumps(place | {"rank": rank})],
-                stdout=subprocess.PIPE,
-                cwd=engine.ROOT,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            answers = [process.communicate(timeout=RANK_SECONDS_MAX)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    found = [json.loads(answer) for answer in answers]
+        limit_seconds = given.limit_seconds / len(WORLD_SIZES)
+
+        def act(rank: int) -> dict[str, Any]:
+            with rivals.process_group(rank, world_size, folder / "meeting"):
+                return be_rank(given, limit_seconds, staging, folder)
+
+        found = in_processes(world_size, act, RANK_SECONDS_MAX)
     slowest = {
         side: [max(each) for each in zip(*(one["seconds"][side] for one in found), strict=True)]
         for side in found[0]["seconds"]
@@ -100,17 +89,14 @@ def measure(world_size: int, given: Options) -> tuple[Samples, bool]:
 # -------------------------------------------------------------------------------------------- in each rank
 
 
-def be_rank(place: dict[str, Any]) -> None:
-    """Take part in every save; print what each took."""
-    torch.set_num_threads(1)
-    state = QUICK_STATE if place["quick"] else STATE
-    tensors, folder = state.make(), Path(place["folder"])
-    with rivals.process_group(place["rank"], place["world_size"], folder / "meeting"):
-        saver = Saver(tensors, Path(place["staging"]), folder)
-        acts = {OURS: saver.ours, "dcp.save": saver.dcp, "raw write": saver.raw}
-        sides = {name: lambda act=act: saver.timed(act) for name, act in acts.items()}  # type: ignore[misc]
-        samples = interleave(sides, place["pairs"], agreed(after(place["limit_seconds"])))
-        print(json.dumps({"seconds": samples.by_side, "equal": saver.equal(state)}))
+def be_rank(given: Options, limit_seconds: float, staging: Path, folder: Path) -> dict[str, Any]:
+    """Take part in every save; what each took."""
+    state = QUICK_STATE if given.quick else STATE
+    saver = Saver(state.make(), staging, folder)
+    acts = {OURS: saver.ours, "dcp.save": saver.dcp, "raw write": saver.raw}
+    sides = {name: lambda act=act: saver.timed(act) for name, act in acts.items()}  # type: ignore[misc]
+    samples = interleave(sides, given.pairs, agreed(after(limit_seconds)))
+    return {"seconds": samples.by_side, "equal": saver.equal(state)}
 
 
 def agreed(over: Callable[[], bool]) -> Callable[[], bool]:
@@ -183,7 +169,4 @@ class Saver:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-rank"]:
-        be_rank(json.loads(sys.argv[2]))
-    else:
-        main()
+    main()

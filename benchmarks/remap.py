@@ -10,10 +10,8 @@ what the tensors take, in whole digest blocks.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,9 +19,8 @@ import torch
 from benchmarks import engine, rivals
 from benchmarks.measuring import (
     MEMORY,
+    MIB,
     OURS,
-    QUICK_STATES,
-    STATES,
     Line,
     Options,
     Report,
@@ -31,6 +28,7 @@ from benchmarks.measuring import (
     State,
     after,
     equal,
+    in_processes,
     interleave,
     options,
     scratch,
@@ -48,55 +46,40 @@ Tensors = dict[str, torch.Tensor]
 def main() -> None:
     """Measure and print."""
     given, report = options(__doc__), Report()
+    torch.set_num_threads(1)
     for state in given.states:
         with scratch(given.folder) as folder:
             measure(state, given, report, folder)
-    show(report, "Loading at another world size (G10)", as_json=given.json)
+    show(report, "Loading at another world size (G10)", given)
 
 
 def shares(tensors: Tensors, world_size: int) -> list[Tensors]:
     """What each rank needs: its part of the tensors, in order."""
     names = list(tensors)
     cuts = [len(names) * rank // world_size for rank in range(world_size + 1)]
-    return [{name: tensors[name] for name in names[low:high]} for low, high in zip(cuts, cuts[1:], strict=False)]
+    return [{name: tensors[name] for name in names[low:high]} for low, high in pairwise(cuts)]
 
 
-def save(state: State, tensors: Tensors, folder: Path) -> None:
-    """As 4 ranks: ours one after another, torch's in processes of a group."""
+def save(tensors: Tensors, folder: Path) -> None:
+    """As 4 ranks: ours one after another, torch's in forks that form a group."""
     store = engine.open_folder(folder / "ours")
     with scratch(MEMORY) as staging:
         for rank in range(SAVED_BY):
             saver = engine.Rank(tensors, staging, rank=rank, world_size=SAVED_BY)
             saver.upload(store, STEP, saver.stage(STEP))
     engine.commit_step(store, STEP)
-    place = {"state": state.name, "quick": state is not STATES[state.name], "folder": str(folder)}
-    command = [sys.executable, "-m", "benchmarks.remap", "--as-rank"]
-    processes = [
-        subprocess.Popen([*command, json.dumps(place | {"rank": rank})], cwd=engine.ROOT) for rank in range(SAVED_BY)
-    ]
-    try:
-        codes = [process.wait(timeout=SAVE_SECONDS_MAX) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise SystemExit("a rank of dcp.save failed")
 
+    def be_rank(rank: int) -> None:
+        with rivals.process_group(rank, SAVED_BY, folder / "meeting"):
+            rivals.dcp_save(tensors, folder / "dcp")
 
-def be_rank(place: dict[str, object]) -> None:
-    """One of the ranks that make torch's checkpoint."""
-    torch.set_num_threads(1)
-    state = (QUICK_STATES if place["quick"] else STATES)[str(place["state"])]
-    folder = Path(str(place["folder"]))
-    with rivals.process_group(int(str(place["rank"])), SAVED_BY, folder / "meeting"):
-        rivals.dcp_save(state.make(), folder / "dcp")
+    in_processes(SAVED_BY, be_rank, SAVE_SECONDS_MAX)
 
 
 def measure(state: State, given: Options, report: Report, folder: Path) -> None:
     """One state."""
     tensors, into = state.make(), state.zeros()
-    save(state, tensors, folder)
+    save(tensors, folder)
     store, checkpoint = engine.open_folder(folder / "ours"), engine.checkpoint_of(STEP)
 
     def ours(share: Tensors) -> None:
@@ -123,10 +106,9 @@ def measure(state: State, given: Options, report: Report, folder: Path) -> None:
     samples = interleave(sides, given.pairs, after(given.limit_seconds))
     lines = []
     for size in LOADED_BY[1:]:
-        read, needed = bytes_read(ours, into, size), 0
-        for share in shares(into, size):
-            needed += engine.needed_bytes(store, checkpoint, list(share))
-        lines += lines_of(state, size, samples, read, needed, all_equal)
+        needed = sum(engine.needed_bytes(store, checkpoint, list(share)) for share in shares(into, size))
+        samples.by_side |= {f"read {size}": [bytes_read(ours, into, size) / MIB], f"needed {size}": [needed / MIB]}
+        lines += lines_of(state, size, samples, all_equal)
     report.add(f"remap, {state.name}", samples, lines)
 
 
@@ -142,24 +124,17 @@ def bytes_read(load: Callable[[Tensors], None], into: Tensors, world_size: int) 
     return so_far() - before
 
 
-def lines_of(state: State, size: int, samples: Samples, read: int, needed: int, bit_equal: bool) -> list[Line]:
+def lines_of(state: State, size: int, samples: Samples, bit_equal: bool) -> list[Line]:
     """Time against the same size and against torch, and bytes."""
-    side, what = f"{SAVED_BY}→{size}", f"{SAVED_BY}→{size}, {state.name}"
-    mine = f"{OURS} {side}"
-    same = f"{SAVED_BY}→{SAVED_BY}"
-    both = Samples(by_side={same: samples.by_side[f"{OURS} {same}"], "dcp.load": samples.by_side[f"dcp.load {side}"]})
-    both.by_side[mine] = samples.by_side[mine]
-    of_bytes = Samples(by_side={"read": [read / 2**20], "needed": [needed / 2**20]})
+    side, same = f"{SAVED_BY}→{size}", f"{SAVED_BY}→{SAVED_BY}"
+    what, mine = f"{side}, {state.name}", f"{OURS} {side}"
     must = 0.3 if state.name == "B" else None
     return [
-        both.line("G10", what, ours=mine, than=same, must=1.3, moonshot=1.1, bit_equal=bit_equal),
-        both.line("G10", what, ours=mine, than="dcp.load", must=must, bit_equal=bit_equal),
-        of_bytes.line("G10", f"read, {what}", ours="read", than="needed", must=1.05, unit="MiB"),
+        samples.line("G10", what, ours=mine, than=f"{OURS} {same}", must=1.3, moonshot=1.1, bit_equal=bit_equal),
+        samples.line("G10", what, ours=mine, than=f"dcp.load {side}", must=must, bit_equal=bit_equal),
+        samples.line("G10", f"bytes, {what}", ours=f"read {size}", than=f"needed {size}", must=1.05, unit="MiB"),
     ]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-rank"]:
-        be_rank(json.loads(sys.argv[2]))
-    else:
-        main()
+    main()

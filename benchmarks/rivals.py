@@ -141,17 +141,18 @@ class TorchSnapshot:
         """Whether the last one is durable."""
         return self._pending is None or bool(self._pending.done())
 
-    def wait(self) -> None:
-        """Until it is."""
+    def ready(self) -> bool:
+        """Waits for the last one."""
         if self._pending is not None:
             self._pending.wait()
+        return True
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class TorchCheckpointing:
-    """`torch_checkpointing.CheckpointManager` as its manual says for CPUs; it may not write past the page cache here."""
+    """`torch_checkpointing.CheckpointManager` as its manual says for CPUs; direct I/O fails here."""
 
     def __init__(self) -> None:
         library = importlib.import_module("torch_checkpointing")
@@ -179,10 +180,11 @@ class TorchCheckpointing:
         """Whether the last one is written."""
         return self._future is None or bool(self._future.done())
 
-    def wait(self) -> None:
-        """Until it is."""
+    def ready(self) -> bool:
+        """Waits for the last one."""
         if self._future is not None:
             self._future.result()
+        return True
 
     def close(self) -> None:
         """End its process."""

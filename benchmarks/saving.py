@@ -43,8 +43,10 @@ def main() -> None:
         tensors = state.make()
         for place, parent in (("memory disk", MEMORY), ("disk", given.folder)):
             with scratch(MEMORY) as staging, scratch(parent) as folder:
-                measure(state, tensors, place, Saver(tensors, staging, folder), given, report)
-    show(report, "A blocking save (G4)", as_json=given.json)
+                samples, bit_equal = measure(state, Saver(tensors, staging, folder), given)
+                what = f"save, {place}, {state.name}"
+                report.add(what, samples, lines_of(state, what, samples, bit_equal))
+    show(report, "A blocking save (G4)", given)
 
 
 class Saver:
@@ -96,13 +98,11 @@ class Saver:
         return all(equal(self._tensors, one) for one in (loaded, other, third))
 
 
-def measure(state: State, tensors: Tensors, place: str, saver: Saver, given: Options, report: Report) -> None:
+def measure(state: State, saver: Saver, given: Options) -> tuple[Samples, bool]:
     """One state in one place."""
     acts = {OURS: saver.ours, "dcp.save": saver.dcp, "save_file": saver.safetensors, "raw write": saver.raw}
     sides = {name: lambda act=act: saver.timed(act) for name, act in acts.items()}  # type: ignore[misc]
-    samples = interleave(sides, given.pairs, after(given.limit_seconds / 2))
-    what = f"save, {place}, {state.name}"
-    report.add(what, samples, lines_of(state, what, samples, saver.equal(state)))
+    return interleave(sides, given.pairs, after(given.limit_seconds / 2)), saver.equal(state)
 
 
 def lines_of(state: State, what: str, samples: Samples, bit_equal: bool) -> list[Line]:

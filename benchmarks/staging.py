@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as most training processes have it, and as a copy is bound by memory
     for state in given.states:
         measure(state, given, report)
-    show(report, "Staging at a boundary (G3)", as_json=given.json)
+    show(report, "Staging at a boundary (G3)", given)
 
 
 def measure(state: State, given: Options, report: Report) -> None:
@@ -59,7 +59,7 @@ def measure(state: State, given: Options, report: Report) -> None:
             "flat copy": lambda: flat_target.copy_(flat),
             "copy loop": loop,
         }
-        sides = {name: lambda act=act: seconds_of(act) for name, act in acts.items()}  # type: ignore[misc]
+        sides = {name: lambda act=act: seconds_of(act) for name, act in acts.items()}
         samples = interleave(sides, given.pairs, after(given.limit_seconds))
     what = f"stage, {state.name}"
     lines = [

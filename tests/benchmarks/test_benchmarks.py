@@ -1,0 +1,47 @@
+"""Each benchmark of the checkpoint engine runs, with tiny states: whether it works, never how fast it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import LIMIT_SECONDS
+from benchmarks.measuring import Samples, report_of
+
+ROOT = Path(__file__).parents[2]
+COMPARED = {"inflation", "saving", "load", "ranks", "remap"}
+"""Those that save or load, and so compare bits."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("script", LIMIT_SECONDS)
+def test_a_script_runs_with_tiny_states(script: str, tmp_path: Path) -> None:
+    state = ["--state", "B"] if script == "inflation" else []
+    command = [sys.executable, "-m", f"benchmarks.{script}", "--quick", "--json", *state, "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=230)
+    assert done.returncode == 0, done.stderr
+    plain: dict[str, Any] = json.loads(done.stdout)
+    report = report_of(plain)
+    assert report.lines
+    assert any(line.must is not None for line in report.lines)
+    assert all(line.pairs > 0 for line in report.lines)
+    equal = {line.bit_equal for line in report.lines}
+    assert False not in equal
+    assert (True in equal) is (script in COMPARED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ratios_are_of_medians_and_say_which_goal_they_reach() -> None:
+    samples = Samples(by_side={"orchestrator": [1.0, 2.0, 9.0], "theirs": [4.0, 5.0, 6.0]})
+    at_most = samples.line("G1", "it", than="theirs", must=0.5, moonshot=0.1)
+    assert (at_most.ratio, at_most.ratio_lowest, at_most.ratio_highest) == (0.4, 0.25, 1.5)
+    assert at_most.reached() == "must"
+    at_least = samples.line("G4", "it", than="theirs", must=2.0, moonshot=2.5, at_least=True)
+    assert (at_least.ratio, at_least.reached()) == (2.5, "moonshot")
+    assert samples.line("G4", "it", than="theirs", must=3.0, at_least=True).reached() == "no"
+    assert samples.line("G4", "it", than="theirs", must=None).reached() == "–"
