@@ -28,6 +28,11 @@ from benchmarks.notice_to_commit import await_file, started
 
 COMPUTE_SECONDS, QUICK_COMPUTE_SECONDS = 0.06, 0.02
 START_SECONDS = 120.0
+GOALS: dict[str, tuple[str, dict[str, tuple[float, float | None]]]] = {
+    "A": ("G2", {"dcp.async_save": (1.0, 0.5), "dcp.save": (0.5, None)}),
+    "B": ("G1", {"dcp.async_save": (0.05, None), "torchsnapshot": (0.25, None)}),
+}
+"""State → goal, and by what it is compared with: must, moonshot."""
 PHASES = 12
 """Steps of a phase, as `training_to_inflate` has them."""
 
@@ -78,10 +83,7 @@ def take_in(state: State, found: dict[str, Any], report: Report) -> None:
         f"ours adds {min(ours) * 1e3:.0f} to {max(ours) * 1e3:.0f} ms per save, noise {noise * 1e3:.0f} ms, "
         f"a step takes {statistics.median(bases) * 1e3:.0f} ms"
     )
-    goal, bounds = {
-        "A": ("G2", {"dcp.async_save": (1.0, 0.5), "dcp.save": (0.5, None)}),
-        "B": ("G1", {"dcp.async_save": (0.05, None), "torchsnapshot": (0.25, None)}),
-    }[state.name]
+    goal, bounds = GOALS[state.name]
     what = f"inflation, {state.name}"
 
     def line(than: str) -> Line:

@@ -10,6 +10,7 @@ Ours is staged and uploaded by each rank and committed by one; `raw write` is ea
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def be_rank(given: Options, limit_seconds: float, staging: Path, folder: Path) -
     state = QUICK_STATE if given.quick else STATE
     saver = Saver(state.make(), staging, folder)
     acts = {OURS: saver.ours, "dcp.save": saver.dcp, "raw write": saver.raw}
-    sides = {name: lambda act=act: saver.timed(act) for name, act in acts.items()}  # type: ignore[misc]
+    sides = {name: partial(saver.timed, act) for name, act in acts.items()}
     samples = interleave(sides, given.pairs, agreed(after(limit_seconds)))
     return {"seconds": samples.by_side, "equal": saver.equal(state)}
 

@@ -11,6 +11,7 @@ what the tensors take, in whole digest blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,15 +95,15 @@ def measure(state: State, given: Options, report: Report, folder: Path) -> None:
         nonlocal all_equal
         for tensor in into.values():
             tensor.fill_(0.5)
-        took = sum(seconds_of(lambda share=share: load(share)) for share in shares(into, world_size))  # type: ignore[misc]
+        took = sum(seconds_of(partial(load, share)) for share in shares(into, world_size))
         all_equal = all_equal and equal(tensors, into)
         return took
 
     sides: dict[str, Callable[[], float]] = {}
     for size in LOADED_BY:
-        sides[f"{OURS} {SAVED_BY}→{size}"] = lambda size=size: timed(ours, size)  # type: ignore[misc]
+        sides[f"{OURS} {SAVED_BY}→{size}"] = partial(timed, ours, size)
         if size != SAVED_BY:
-            sides[f"dcp.load {SAVED_BY}→{size}"] = lambda size=size: timed(theirs, size)  # type: ignore[misc]
+            sides[f"dcp.load {SAVED_BY}→{size}"] = partial(timed, theirs, size)
     samples = interleave(sides, given.pairs, after(given.limit_seconds))
     lines = []
     for size in LOADED_BY[1:]:

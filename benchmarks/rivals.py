@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch._C._distributed_c10d import FileStore, HashStore
 
 WRITE_BYTES = 1 << 20
 Tensors = Mapping[str, torch.Tensor]
@@ -70,7 +71,7 @@ def process_group(rank: int = 0, world_size: int = 1, store_path: Path | None = 
         yield
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.HashStore() if store_path is None else dist.FileStore(str(store_path), world_size)
+    store = HashStore() if store_path is None else FileStore(str(store_path), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         yield

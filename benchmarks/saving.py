@@ -9,6 +9,7 @@ is staged, uploaded as the agent does it (but at normal priority) and committed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class Saver:
         self._steps = count(1)
         self._rank = engine.Rank(tensors, staging)
         self._store = engine.open_folder(folder / "ours")
-        self._raw = memoryview(torch.cat([tensor.view(-1) for tensor in tensors.values()]).numpy()).cast("B")
+        self._raw = memoryview(torch.cat([tensor.view(-1) for tensor in tensors.values()]).numpy().data).cast("B")
 
     def ours(self, _: Path) -> None:
         """Another step of the same job."""
@@ -101,7 +102,7 @@ class Saver:
 def measure(state: State, saver: Saver, given: Options) -> tuple[Samples, bool]:
     """One state in one place."""
     acts = {OURS: saver.ours, "dcp.save": saver.dcp, "save_file": saver.safetensors, "raw write": saver.raw}
-    sides = {name: lambda act=act: saver.timed(act) for name, act in acts.items()}  # type: ignore[misc]
+    sides = {name: partial(saver.timed, act) for name, act in acts.items()}
     return interleave(sides, given.pairs, after(given.limit_seconds / 2)), saver.equal(state)
 
 

@@ -230,7 +230,7 @@ def compare(training: Training, ours: Ours, run: orchestrator.Run, folder: Path)
     """One more save of ours, loaded: bit-equal to the state at the boundary of its step?"""
 
     def digests(tensors: rivals.Tensors) -> list[int]:
-        return [crc(memoryview(tensor.detach().numpy()).cast("B")) for tensor in tensors.values()]
+        return [crc(memoryview(tensor.detach().numpy().data).cast("B")) for tensor in tensors.values()]
 
     at = {run.step: digests(training.tensors)}
     ours.begin(training.tensors, folder)
