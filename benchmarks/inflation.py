@@ -68,6 +68,8 @@ def measure(state: State, given: Options, folder: Path, staging: Path) -> dict[s
     with started([command], [environment], folder):
         limit_seconds = START_SECONDS + 2 * given.limit_seconds
         result: dict[str, Any] = json.loads(await_file(folder, "result.json", limit_seconds).read_text())
+    if "error" in result:
+        sys.exit(f"the training failed:\n{result['error']}")
     return result
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class Async:
 class Training:
     """The training and its clock."""
 
-    tensors: dict[str, torch.nn.Parameter]
+    tensors: dict[str, torch.Tensor]
     optimizer: torch.optim.Optimizer
     turns: Iterator[int]
     matrix: torch.Tensor
@@ -175,7 +176,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     run = orchestrator.attach(model=model, optimizer=optimizer)
     training = Training(
-        tensors=dict(model.named_parameters()),
+        tensors={name: parameter.detach() for name, parameter in model.named_parameters()},
         optimizer=optimizer,
         turns=run.steps(until=STEPS_MAX),
         matrix=torch.ones(256, 256) / 256,
@@ -183,9 +184,12 @@ def main() -> None:
     )
     ours = Ours(run, folder / "store" / "job")
     training.calibrate()
-    with rivals.process_group():
-        result = measure(training, ours, setting)
-    result["equal"] = compare(training, ours, run, folder)
+    try:
+        with rivals.process_group():
+            result = measure(training, ours, setting)
+        result["equal"] = compare(training, ours, run, folder)
+    except Exception:  # else the job would start this again and again
+        result = {"error": traceback.format_exc()}
     (folder / "draft").write_text(json.dumps(result))
     (folder / "draft").rename(folder / "result.json")
     time.sleep(WAIT_SECONDS_MAX)  # it is ended from outside
@@ -230,7 +234,7 @@ def compare(training: Training, ours: Ours, run: orchestrator.Run, folder: Path)
     """One more save of ours, loaded: bit-equal to the state at the boundary of its step?"""
 
     def digests(tensors: rivals.Tensors) -> list[int]:
-        return [crc(memoryview(tensor.detach().numpy().data).cast("B")) for tensor in tensors.values()]
+        return [crc(memoryview(tensor.numpy().data).cast("B")) for tensor in tensors.values()]
 
     at = {run.step: digests(training.tensors)}
     ours.begin(training.tensors, folder)
@@ -244,7 +248,7 @@ def compare(training: Training, ours: Ours, run: orchestrator.Run, folder: Path)
     newest = survey(store).newest()
     if newest is None or newest.id.step not in at:
         return False
-    loaded = {name: torch.zeros_like(tensor, requires_grad=False) for name, tensor in training.tensors.items()}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in training.tensors.items()}
     index = read_committed(store, newest.id)
     read_tensors(store, index, {f"model.{name}": tensor for name, tensor in loaded.items()})
     return digests(loaded) == at[newest.id.step]
