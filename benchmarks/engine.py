@@ -159,8 +159,9 @@ def needed_bytes(store: ObjectStore, checkpoint: CheckpointId, names: Sequence[s
     index = read_committed(store, checkpoint)
     blocks: set[tuple[int, int]] = set()
     for name in names:
-        for rank, _, _, first, last in index.chunks(f"model.{name}"):
-            blocks |= {(rank, block) for block in range(first // fmt.BLOCK_BYTES, -(-last // fmt.BLOCK_BYTES))}
+        for chunk in index.chunks(f"model.{name}"):
+            touched = range(chunk.first_byte // fmt.BLOCK_BYTES, -(-chunk.last_byte // fmt.BLOCK_BYTES))
+            blocks |= {(chunk.rank, block) for block in touched}
     sizes = {rank: record.size_bytes for rank, record in index.by_rank.items()}
     return sum(min(fmt.BLOCK_BYTES, sizes[rank] - block * fmt.BLOCK_BYTES) for rank, block in blocks)
 

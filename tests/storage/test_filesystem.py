@@ -141,7 +141,7 @@ def test_a_key_that_is_a_folder_and_a_folder_that_is_a_key(store: FolderStore) -
     store.create("a/b", [b"x"])
     with pytest.raises(AlreadyExistsError):
         store.create("a", [b"y"])
-    with pytest.raises(StoreError, match="there is a file where a folder"):
+    with pytest.raises(StoreError, match="Not a directory"):
         store.create("a/b/c", [b"y"])
 
 
