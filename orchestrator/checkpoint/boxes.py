@@ -121,3 +121,10 @@ def boxes_of_range(lengths: Sequence[int], start: int, stop: int) -> Iterator[Bo
         count = min((stop - start) // step, lengths[dimension] - offsets[dimension])
         yield Box(tuple(offsets), (1,) * dimension + (count,) + tuple(lengths[dimension + 1 :]))
         start += count * step
+
+
+def places(box: Box, start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where elements [start, stop) of a box lie in the tensor: ranges of its elements, in the box's order."""
+    for part in boxes_of_range(box.lengths, start, stop):
+        offsets = tuple(inner + outer for inner, outer in zip(part.offsets, box.offsets, strict=True))
+        yield from spans(Box(offsets, part.lengths), whole(shape), 1)

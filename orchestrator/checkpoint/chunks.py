@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, repeat
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orchestrator.checkpoint.boxes import Box, box_at
 
@@ -23,7 +23,7 @@ POSITION_MAX = (1 << 62) - 1
 
 _NUMBER = r"(0|[1-9][0-9]{0,18})"
 _SERIES = re.compile(
-    rf"{_NUMBER}\*{_NUMBER}(?:x{_NUMBER})?:{_NUMBER}\+{_NUMBER}(?:~{_NUMBER}(?:~{_NUMBER})?)?@{_NUMBER}"
+    rf"{_NUMBER}\*{_NUMBER}(?:x{_NUMBER}(?:/{_NUMBER})?)?:{_NUMBER}\+{_NUMBER}(?:~{_NUMBER}(?:~{_NUMBER})?)?@{_NUMBER}"
     rf"(?:#((?:{_NUMBER},)*{_NUMBER}))?"
 )
 
@@ -54,7 +54,8 @@ class Series(NamedTuple):
     step: int
     """Elements from one rank's start to the next one's."""
     repeats: int = 1
-    """How often: the next ranks have the same again, `jump` elements on."""
+    """How often: every `every` ranks from `rank` on there is the same again, `jump` elements on."""
+    every: int = 0
     jump: int = 0
     box: tuple[int, ...] = ()
     """Lengths of each rank's box, then how many of its elements come before the chunk; () if it is a plain range."""
@@ -64,6 +65,13 @@ class Series(NamedTuple):
         """The element after the last one; of boxes, the one after the last box's first."""
         last = self.start + max(self.ranks - 1, 0) * self.step + max(self.repeats - 1, 0) * self.jump
         return last + (1 if self.box else self.length)
+
+    def all_ranks(self) -> list[int]:
+        """The rank of each chunk."""
+        inner = range(self.ranks)
+        if self.repeats == 1:
+            return [self.rank + place for place in inner]
+        return [self.rank + turn * self.every + place for turn in range(self.repeats) for place in inner]
 
     def starts(self) -> list[int]:
         """Where each rank's chunk, or box, begins."""
@@ -90,6 +98,7 @@ class Series(NamedTuple):
     def text(self) -> str:
         """As it stands in the index: ranks, elements, place."""
         times = f"x{self.repeats}" if self.repeats > 1 else ""
+        times += f"/{self.every}" if self.repeats > 1 and self.every != self.ranks else ""
         apart = f"~{self.step}" if self.repeats > 1 or (self.ranks > 1 and self.step != self.length) else ""
         jump = f"~{self.jump}" if self.repeats > 1 else ""
         box = "#" + ",".join(map(str, self.box)) if self.box else ""
@@ -102,7 +111,7 @@ def parse_series(text: str) -> Iterator[Series]:
         match = _SERIES.fullmatch(item)
         if match is None:
             raise ValueError(f"{item!r:.80} is not of the form rank*ranks:start+length@offset")
-        rank, ranks, repeats, start, length, step, jump, offset, box = match.groups()[:9]
+        rank, ranks, repeats, every, start, length, step, jump, offset, box = match.groups()[:10]
         yield Series(
             rank=int(rank),
             ranks=int(ranks),
@@ -111,6 +120,7 @@ def parse_series(text: str) -> Iterator[Series]:
             offset=int(offset),
             step=int(step or length),
             repeats=int(repeats or 1),
+            every=int(every or ranks) if repeats else 0,
             jump=int(jump or 0),
             box=tuple(map(int, box.split(","))) if box else (),
         )
@@ -164,6 +174,8 @@ class Cover:
         return None
 
 
+OPEN_SERIES_MAX = 16
+"""Series of one tensor that may still be repeated; what a mesh of more unequal parts makes takes more of them."""
 Run = tuple[int, int, int, int, tuple[int, ...]]
 """The first chunk of a series: rank, start, elements, bytes after the header, box."""
 
@@ -171,7 +183,7 @@ Run = tuple[int, int, int, int, tuple[int, ...]]
 class TensorChunks:
     """The chunks of one tensor while an index is being made, by rising rank; kept as the text of their series."""
 
-    __slots__ = ("_boxed", "_cover", "_group", "_run", "_text", "dtype", "shape", "step", "total")
+    __slots__ = ("_boxed", "_cover", "_open", "_run", "_text", "dtype", "shape", "step", "total")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], total: int) -> None:
         self.dtype = dtype
@@ -182,7 +194,7 @@ class TensorChunks:
         self._cover = Cover()
         self._text = bytearray()
         self._run: Run | None = None
-        self._group: Series | None = None
+        self._open: dict[tuple[Any, ...], Series] = {}
         self._boxed: bool | None = None
 
     def take(self, run: Run, upto: int) -> None:
@@ -199,23 +211,25 @@ class TensorChunks:
         self._run = run
 
     def _end(self, upto: int) -> None:
-        """The run goes up to before rank `upto`: it repeats the one before it, or that one's series is done."""
+        """The run goes up to before rank `upto`: it repeats one that is alike, or begins a series of its own."""
         assert self._run is not None
         rank, start, length, offset, box = self._run
         ranks = upto - rank
         step = length if self.step is None or ranks == 1 else self.step
         run = Series(rank, ranks, start, length, offset, step, box=box)
-        group = self._group
-        if group is not None and ranks > 1 and _repeats(group, run):
-            self._group = group._replace(repeats=group.repeats + 1, jump=(start - group.start) // group.repeats)
-            return
-        self._flush()
-        self._group = run
+        alike = (ranks, length, offset, step, box)
+        series = self._open.pop(alike, None)
+        if series is not None:
+            repeated = _repeated(series, run)
+            if repeated is not None:
+                self._open[alike] = repeated
+                return
+            self._flush(series)
+        elif len(self._open) == OPEN_SERIES_MAX:
+            self._flush(self._open.pop(next(iter(self._open))))
+        self._open[alike] = run
 
-    def _flush(self) -> None:
-        series, self._group = self._group, None
-        if series is None:
-            return
+    def _flush(self, series: Series) -> None:
         check_series(series, self.shape, self.total)
         self._boxed = _same_kind(self._boxed, series)
         if not series.box:
@@ -228,7 +242,8 @@ class TensorChunks:
     def finish(self, upto: int) -> bytes:
         """The text of all series, ASCII. Raises ValueError if not every element is there exactly once."""
         self._end(upto)
-        self._flush()
+        for series in self._open.values():
+            self._flush(series)
         if self._boxed:
             check_grid(self.shape, map(_box_part, *zip(*self._boxes(), strict=True)))
         else:
@@ -241,14 +256,14 @@ class TensorChunks:
                 yield series, start
 
 
-def _repeats(group: Series, run: Series) -> bool:
-    """Whether a run is the series' next repetition."""
-    same = (run.ranks, run.length, run.offset, run.step, run.box)
-    if same != (group.ranks, group.length, group.offset, group.step, group.box):
-        return False
-    ahead = run.start - group.start
-    here = run.rank == group.rank + group.ranks * group.repeats and ahead > 0
-    return here and (group.repeats == 1 or ahead == group.repeats * group.jump)
+def _repeated(series: Series, run: Series) -> Series | None:
+    """The series with a run that is alike as its next repetition, None if it is not that."""
+    every, jump = run.rank - series.rank, run.start - series.start
+    if series.repeats == 1:
+        return series._replace(repeats=2, every=every, jump=jump) if jump > 0 else None
+    if (every, jump) != (series.every * series.repeats, series.jump * series.repeats):
+        return None
+    return series._replace(repeats=series.repeats + 1)
 
 
 def _same_kind(boxed: bool | None, series: Series) -> bool:
@@ -271,8 +286,8 @@ def check_series(series: Series, shape: tuple[int, ...], total: int) -> None:
 
     That each box lies within it is found out by `check_grid`.
     """
-    if series.ranks < 1 or series.repeats < 1:
-        raise ValueError(f"a series of {series.ranks} × {series.repeats} ranks is none")
+    if series.ranks < 1 or series.repeats < 1 or (series.repeats > 1 and series.every < series.ranks):
+        raise ValueError(f"a series of {series.ranks} × {series.repeats} ranks, every {series.every}, is none")
     if series.stop > total:
         raise ValueError(f"a chunk ends at element {series.stop} of {total}")
     if series.length == 0 and total:
@@ -348,7 +363,7 @@ def chunks_of(
     count = series.ranks * series.repeats
     if count > len(places):
         raise ValueError(f"{count} ranks are said to have a part of it, {len(places)} have shards")
-    ranks, size_bytes = range(series.rank, series.rank + count), series.length * width
+    ranks, size_bytes = series.all_ranks(), series.length * width
     firsts = []
     for rank in ranks:
         header_bytes, data_bytes = places.get(rank, (0, -1))

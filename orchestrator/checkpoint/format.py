@@ -423,6 +423,11 @@ def unpack_blocks(key: str, text: str, size_bytes: int) -> tuple[int, ...]:
     return struct.unpack(f"<{expected}I", raw)
 
 
+def tensor_bytes(record: TensorRecord) -> int:
+    """Bytes of a whole tensor."""
+    return element_count(record.shape) * DTYPE_BYTES[record.dtype]
+
+
 def element_count(shape: Iterable[int]) -> int:
     """Number of elements of a shape."""
     count = 1

@@ -48,6 +48,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPES
 HEADER_SLACK_BYTES = 8192
 """Room for values that grow (numbers with more digits) before the header has to be planned anew."""
 
+PIPELINE_NAMES = frozenset({"pp", "pipe", "pipeline", "stage"})
+"""Mesh dimensions whose ranks hold different tensors, not copies of the same: not to be taken for them."""
+
 
 class Scope(StrEnum):
     """How the ranks hold a tensor."""
@@ -209,18 +212,30 @@ class Shares:
     def _mesh(self, name: str, device_mesh: DeviceMesh) -> Mesh:
         """The mesh and its copies, which together are all ranks."""
         if device_mesh not in self._meshes:
-            root = _mesh(device_mesh._get_root_mesh())
-            if sorted(root.ranks) != list(range(self._world_size)):
-                raise StateError(
-                    name,
-                    f"is sharded over a mesh of ranks {_few(root.ranks)} of {self._world_size}: "
-                    "what the other ranks hold of it is not known; make one mesh of all ranks",
-                )
+            stages = PIPELINE_NAMES.intersection(device_mesh._get_root_mesh().mesh_dim_names or ())
+            if stages - set(device_mesh.mesh_dim_names or ()):
+                raise StateError(name, f"stages of a pipeline (mesh dimension {min(stages)}) cannot be saved yet")
             try:
-                self._meshes[device_mesh] = with_copies(_mesh(device_mesh), root)
+                found = _copies(device_mesh)
             except ValueError as error:
                 raise StateError(name, f"its mesh cannot be placed among all ranks: {error}") from error
+            if sorted(found.ranks) != list(range(self._world_size)):
+                raise StateError(
+                    name,
+                    f"is sharded over a mesh of ranks {_few(found.ranks)} of {self._world_size}: "
+                    "what the other ranks hold of it is not known; make one mesh of all ranks",
+                )
+            self._meshes[device_mesh] = found
         return self._meshes[device_mesh]
+
+
+def _copies(device_mesh: DeviceMesh) -> Mesh:
+    """The mesh with all its copies: a part of a larger mesh stands in it several times. Raises ValueError."""
+    layout = getattr(device_mesh, "_layout", None)
+    if layout is not None:  # knows parts of flattened and unflattened meshes, too; older releases of torch have none
+        ranks = layout.remap_to_tensor(device_mesh._rank_map)
+        return Mesh(tuple(ranks.shape), tuple(int(rank) for rank in ranks.flatten().tolist()))
+    return with_copies(_mesh(device_mesh), _mesh(device_mesh._get_root_mesh()))
 
 
 def _few(ranks: tuple[int, ...]) -> str:
@@ -251,7 +266,7 @@ def _cut(name: str, placement: Any) -> Cut | None:
             return Cut(int(placement.dim))
         case "_StridedShard":
             return Cut(int(placement.dim), int(placement.split_factor))
-    raise StateError(name, f"a DTensor with the placement {placement} cannot be saved: redistribute it first")
+    raise StateError(name, f"a DTensor with the placement {placement!r} cannot be saved: redistribute it first")
 
 
 # -------------------------------------------------------------------------------------------------- planning

@@ -13,10 +13,11 @@ from functools import cached_property
 import torch
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.boxes import Box
 from orchestrator.checkpoint.catalog import Catalog, Standing, survey
 from orchestrator.checkpoint.layout import TORCH_DTYPES
-from orchestrator.checkpoint.reader import Piece, read_committed, read_pieces
-from orchestrator.checkpoint.restore import empty_like, read_tensors
+from orchestrator.checkpoint.reader import read_committed
+from orchestrator.checkpoint.restore import empty_like, read_parts, read_tensors
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import ConfigError, NotFoundError
 from orchestrator.storage.base import ObjectStore
@@ -100,20 +101,10 @@ class OpenedCheckpoint:
         return self._read_rows(name, record, _row_range(name, record.shape, rows))
 
     def _read_rows(self, name: str, record: fmt.TensorRecord, rows: range) -> torch.Tensor:
-        dtype, shape = TORCH_DTYPES[record.dtype], (len(rows), *record.shape[1:])
-        row_elements, width = fmt.element_count(record.shape[1:]), fmt.DTYPE_BYTES[record.dtype]
-        low, high = rows.start * row_elements, rows.stop * row_elements
-        if low == high:
-            return torch.empty(shape, dtype=dtype)
-        memory = bytearray((high - low) * width)
-        for rank, start, stop, first_byte, _ in self._index.chunks(name):
-            begin, end = max(start, low), min(stop, high)
-            if begin < end:
-                first = first_byte + (begin - start) * width
-                part = memoryview(memory)[(begin - low) * width : (end - low) * width]
-                pieces: list[Piece] = [(first, first + len(part), part)]
-                read_pieces(self._store, self._index, self._index.by_rank[rank], pieces)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        box = Box((rows.start, *(0 for _ in record.shape[1:])), (len(rows), *record.shape[1:]))
+        part = torch.empty(box.lengths, dtype=TORCH_DTYPES[record.dtype])
+        read_parts(self._store, self._index, {name: (part, box)})
+        return part
 
     def _similar(self, name: str) -> str:
         found = get_close_matches(name, self.names, n=3, cutoff=0.5)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from itertools import islice, takewhile
 
 import numpy as np
 import torch
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.boxes import Box, boxes_of_range, overlap, span, spans, whole, within
+from orchestrator.checkpoint.boxes import Box, boxes_of_range, corner, overlap, span, spans, whole, within
 from orchestrator.checkpoint.chunks import Chunk
 from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES, local_box, local_part
 from orchestrator.checkpoint.reader import Piece, Sink, read_pieces
@@ -115,13 +117,28 @@ def _pieces_by_shard(index: fmt.Index, wanted: Wanted) -> Iterator[tuple[fmt.Sha
     for name, (view, box) in wanted.items():
         record = index.tensors[name]
         width, everything = fmt.DTYPE_BYTES[record.dtype], whole(record.shape)
-        for chunk in index.chunks(name) if box.elements else ():
+        for chunk in _near(index.chunks(name), box, record.shape) if box.elements else ():
             if chunk.first_byte % width:
                 raise FormatError(fmt.index_key(index.id), f"{name}: rank {chunk.rank}'s chunk is not aligned")
             found = _pieces(chunk, chunk.box or everything, view, box, width)
             pieces.setdefault(chunk.rank, []).extend(found)
     for rank in sorted(pieces):
         yield index.by_rank[rank], sorted(pieces[rank], key=_first_byte)
+
+
+def _near(chunks: list[Chunk], box: Box, shape: tuple[int, ...]) -> Iterator[Chunk]:
+    """The chunks that may have something of a box: there can be thousands, of which a rank needs one."""
+    if chunks[0].box is not None:
+        yield from chunks
+        return
+    first = corner(box, shape)
+    last = first + corner(Box(tuple(length - 1 for length in box.lengths), box.lengths), shape)
+    begin = bisect_right(chunks, first, key=_start) - 1
+    yield from takewhile(lambda chunk: chunk.start <= last, islice(chunks, max(begin, 0), None))
+
+
+def _start(chunk: Chunk) -> int:
+    return chunk.start
 
 
 def _first_byte(piece: Piece) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.boxes import places
+from orchestrator.checkpoint.chunks import Chunk
 from orchestrator.checkpoint.digest import crc
 from orchestrator.checkpoint.reader import verified_windows
 from orchestrator.cli.report_page import Check, GenerationSpan, Interruption, LossPoint, TimelineEvent
@@ -153,7 +155,7 @@ def _finish(now: _Open, first: EventRecord, base_step: int, start_seconds: float
 
 def tensor_digests(store: ObjectStore, index: fmt.Index) -> dict[str, str]:
     """crc32c and shape of every tensor of a checkpoint, however it is cut into shards."""
-    parts: dict[str, list[tuple[int, bytes]]] = {name: [] for name in index.tensors}
+    wholes = {name: bytearray(fmt.tensor_bytes(record)) for name, record in index.tensors.items()}
     chunks = [(name, chunk) for name in index.tensors for chunk in index.chunks(name) if chunk.start < chunk.stop]
     for shard in index.shards:
         mine = [(name, chunk) for name, chunk in chunks if chunk.rank == shard.rank]
@@ -164,9 +166,19 @@ def tensor_digests(store: ObjectStore, index: fmt.Index) -> dict[str, str]:
                 if len(data):
                     pieces[name][offset : offset + len(data)] = data
         for name, chunk in mine:
-            parts[name].append((chunk.start, bytes(pieces[name])))
-    digests = {name: crc(b"".join(data for _, data in sorted(part))) for name, part in parts.items()}
+            _lay_down(wholes[name], index.tensors[name], chunk, pieces[name])
+    digests = {name: crc(data) for name, data in wholes.items()}
     return {name: f"{record.dtype}{list(record.shape)}:{digests[name]:08x}" for name, record in index.tensors.items()}
+
+
+def _lay_down(whole: bytearray, record: fmt.TensorRecord, chunk: Chunk, data: bytearray) -> None:
+    """A chunk's bytes to where they belong in the whole tensor."""
+    width, position = fmt.DTYPE_BYTES[record.dtype], 0
+    ranges = [(chunk.start, chunk.stop)]
+    for start, stop in ranges if chunk.box is None else places(chunk.box, chunk.start, chunk.stop, record.shape):
+        size_bytes = (stop - start) * width
+        whole[start * width : stop * width] = data[position : position + size_bytes]
+        position += size_bytes
 
 
 def check_stream(log: TrainingLog, reference: TrainingLog, samples: int) -> list[Check]:

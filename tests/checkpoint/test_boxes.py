@@ -9,7 +9,18 @@ from math import prod
 import numpy as np
 import pytest
 
-from orchestrator.checkpoint.boxes import Box, box_at, boxes_of_range, corner, is_range, overlap, span, spans, whole
+from orchestrator.checkpoint.boxes import (
+    Box,
+    box_at,
+    boxes_of_range,
+    corner,
+    is_range,
+    overlap,
+    places,
+    span,
+    spans,
+    whole,
+)
 
 
 def random_shape(draw: random.Random) -> tuple[int, ...]:
@@ -68,6 +79,17 @@ def test_an_overlap_has_the_elements_of_both(seed: int) -> None:
             assert gap > 1 or sorted(both) == read
             assert found[0][0] >= 0
             assert found[-1][1] <= len(inside)
+
+
+def test_elements_of_a_box_are_found_in_the_tensor(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(500):
+        shape = random_shape(draw)
+        box = random_box(draw, shape)
+        start = draw.randrange(box.elements + 1)
+        stop = draw.randrange(start, box.elements + 1)
+        found = [element for low, high in places(box, start, stop, shape) for element in range(low, high)]
+        assert found == elements(shape, box)[start:stop]
 
 
 def test_a_range_of_a_box_is_few_boxes(seed: int) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.boxes import box_at, corner
 from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk
 from orchestrator.checkpoint.indexing import IndexBuilder
+from orchestrator.checkpoint.meshes import Cut, share
 from orchestrator.errors import FormatError
 from tests.checkpoint.receipts import CHECKPOINT, HEADER_BYTES, Row, full, index_of, read, receipt, table, two
+from tests.checkpoint.sharded import plain_mesh, random_cuts
 
 
 def even(ranks: int, tensors: int = 1, length: int = 3) -> list[fmt.Receipt]:
@@ -315,3 +318,174 @@ def test_the_index_is_the_same_bytes_whatever_the_receipts_went_through() -> Non
     again = [fmt.load_receipt("receipt", fmt.dump(one)) for one in receipts]
     assert again == receipts
     assert index_of(again) == index_of(receipts)
+
+
+# ------------------------------------------------------------------------------------------------------- boxes
+
+
+def box_rows(*boxes: tuple[int, tuple[int, ...]], shape: tuple[int, ...] = (4, 6)) -> list[fmt.Receipt]:
+    """A receipt for each box: its first element, and its lengths with what comes before; all of it is there."""
+    return [
+        receipt(
+            rank,
+            len(boxes),
+            rows=[("t", "F32", shape, first, fmt.element_count(lengths[:-1]) - lengths[-1], lengths)],
+        )
+        for rank, (first, lengths) in enumerate(boxes)
+    ]
+
+
+QUARTERS = ((0, (2, 3, 0)), (3, (2, 3, 0)), (12, (2, 3, 0)), (15, (2, 3, 0)))
+
+
+def test_boxes_of_a_mesh_are_one_series() -> None:
+    index = read(index_of(box_rows(*QUARTERS)))
+    assert index.tensors["t"].series == "0*2x2:0+6~3~12@0#2,3,0"
+    found = index.chunks("t")
+    assert [(one.rank, one.start, one.stop) for one in found] == [(rank, 0, 6) for rank in range(4)]
+    assert [one.box for one in found] == [((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+
+
+def test_a_box_may_be_split_among_its_holders() -> None:
+    rows = [(first, lengths, start, length) for first, lengths in QUARTERS for start, length in ((0, 2), (2, 4))]
+    index = read(
+        index_of(
+            receipt(rank, 8, rows=[("t", "F32", (4, 6), first, length, (*lengths[:2], start))])
+            for rank, (first, lengths, start, length) in enumerate(rows)
+        )
+    )
+    assert sorted((one.rank, one.start, one.stop) for one in index.chunks("t")) == [
+        (rank, start, start + length) for rank, (_, _, start, length) in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "word"),
+    [
+        (QUARTERS[:3], "3 boxes are there of a grid of 4"),
+        (QUARTERS[:2], "no grid: places 2 and 4 of 4"),
+        (QUARTERS[2:], "no grid: places 0 and 2 of 4"),
+        ((*QUARTERS, QUARTERS[1]), "of the box at element 3, elements 0 to 6 are written twice"),
+        ((*QUARTERS[:3], (15, (2, 2, 0))), "no grid: at 3 one is 2 wide, another 3"),
+        ((*QUARTERS[:3], (14, (2, 3, 0))), "no grid: places 3 and 2"),
+        ((*QUARTERS[:3], (16, (2, 3, 0))), "lies outside its shape"),
+        ((*QUARTERS[:3], (21, (2, 3, 0))), "lies outside its shape"),
+        ((*QUARTERS[:3], (24, (2, 3, 0))), "ends at element 25 of 24"),
+        ((*QUARTERS[:3], (15, (2, 3, 1))), "of the box at element 15, elements 0 to 1 are missing"),
+        ((*QUARTERS[:3], (15, (5, 3, 0))), "lies outside its shape"),
+        ((*QUARTERS[:3], (15, (6, 0))), "has a box of 1 dimensions, it has 2"),
+        ((*QUARTERS[:3], (15, (2, 3, 6))), "has an empty chunk"),
+        (((0, (4, 3, 0)), (3, (2, 3, 0)), (15, (2, 3, 0))), "no grid: at 0 one is 2 wide, another 4"),
+    ],
+)
+def test_boxes_that_are_no_grid_are_refused(boxes: Any, word: str) -> None:
+    """Overlapping, outside, missing, doubled, not in line: refused by name."""
+    with pytest.raises(FormatError, match=word) as caught:
+        index_of(box_rows(*boxes))
+    assert "t: " in str(caught.value)
+
+
+def test_a_tensor_in_ranges_and_boxes_is_refused() -> None:
+    rows: list[list[Row]] = [[("t", "F32", (4, 6), 0, 12)], [("t", "F32", (4, 6), 12, 12, (2, 6, 0))]]
+    with pytest.raises(FormatError, match="rank 1 has a box of it, ranks before it have not"):
+        index_of(receipt(rank, 2, rows=mine) for rank, mine in enumerate(rows))
+
+
+def test_more_of_a_box_than_it_has_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"ends at element 7 of a box of \[2, 3\]"):
+        index_of([receipt(0, 1, rows=[("t", "F32", (4, 6), 0, 7, (2, 3, 0))])])
+
+
+def random_mesh_layout(draw: random.Random) -> list[list[Row]]:
+    """Tensors on meshes, split among their holders at random: ranges and boxes, as plans have them."""
+    world_size = draw.choice([4, 6, 8, 12])
+    shapes = [(a, world_size // a) for a in range(1, world_size + 1) if world_size % a == 0]
+    rows: list[list[Row]] = [[] for _ in range(world_size)]
+    for number in range(draw.randrange(1, 6)):
+        mesh, shape = (
+            plain_mesh(draw.choice(shapes)),
+            tuple(draw.choice([2, 5, 8]) for _ in range(draw.randrange(1, 4))),
+        )
+        cuts = random_cuts(draw, mesh, len(shape))
+        for rank in range(world_size):
+            mine = share(shape, mesh, cuts, rank)
+            place, count, total = mine.holders.index(rank), len(mine.holders), mine.box.elements
+            start, stop = total * place // count, total * (place + 1) // count
+            first = corner(mine.box, shape) + (start if mine.ranges else 0)
+            if start < stop:
+                box = () if mine.ranges else (*mine.box.lengths, start)
+                rows[rank].append((f"t{number}", "U8", shape, first, stop - start, box))
+    return rows
+
+
+def test_any_mesh_comes_back_exactly(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(200):
+        layout = random_mesh_layout(draw)
+        index = read(index_of(receipt(rank, len(layout), rows=rows) for rank, rows in enumerate(layout)))
+        found = {
+            (chunk.rank, name): (chunk.box, chunk.start, chunk.stop, chunk.first_byte, chunk.last_byte)
+            for name in index.tensors
+            for chunk in index.chunks(name)
+        }
+        expected = {}
+        for rank, rows in enumerate(layout):
+            position = HEADER_BYTES
+            for name, _, shape, first, length, box in map(full, rows):
+                *lengths, before = box or (0,)
+                where = box_at(first, tuple(lengths), shape) if box else None
+                start = before if box else first
+                expected[rank, name] = (where, start, start + length, position, position + length)
+                position += length
+        assert found == expected
+
+
+def test_any_change_of_a_mesh_is_found_out(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(300):
+        layout = random_mesh_layout(draw)
+        rank = draw.choice([rank for rank, rows in enumerate(layout) if rows])
+        place = draw.randrange(len(layout[rank]))
+        name, dtype, shape, first, length, box = full(layout[rank][place])
+        others = [row for rows in layout for row in rows if row[0] == name and row is not layout[rank][place]]
+        change = draw.choice(["dropped", "moved", "cut", "other box"])
+        if change == "dropped":
+            del layout[rank][place]
+            if not others:
+                continue
+        elif change == "moved":
+            layout[rank][place] = (name, dtype, shape, first + draw.choice([-1, 1]) if first else 1, length, box)
+        elif change == "cut":
+            layout[rank][place] = (name, dtype, shape, first, length - 1, box)
+        elif box:
+            dimension = draw.randrange(len(shape))
+            changed = [size + (at == dimension) * draw.choice([-1, 1]) for at, size in enumerate(box[:-1])]
+            layout[rank][place] = (name, dtype, shape, first, length, (*changed, box[-1]))
+        else:
+            continue
+        with pytest.raises(FormatError, match=rf"{name}: "):
+            index_of(receipt(rank, len(layout), rows=rows) for rank, rows in enumerate(layout))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cuts", "ranks"),
+    [
+        ((32, 8), (Cut(0, 8), Cut(0)), 256),
+        ((32, 8), (Cut(0), Cut(1)), 256),
+        ((4, 32, 2), (None, Cut(0, 2), Cut(0)), 64),
+        ((4, 32, 2), (None, Cut(0), Cut(1)), 64),
+        ((32, 8), (Cut(0), None), 32),
+    ],
+)
+def test_a_mesh_makes_few_series_whatever_its_size(mesh: tuple[int, ...], cuts: tuple[Any, ...], ranks: int) -> None:
+    """FSDP in tensor parallelism, HSDP of it: the index does not grow by the ranks. First holders have it all here."""
+    shape, grid = (256, 64), plain_mesh(mesh)
+    shares = [share(shape, grid, cuts, rank) for rank in grid.ranks]
+    layout: list[list[Row]] = []
+    for rank, mine in enumerate(shares):
+        box = () if mine.ranges else (*mine.box.lengths, 0)
+        row: Row = ("t", "F32", shape, corner(mine.box, shape), mine.box.elements, box)
+        layout.append([row] if mine.holders[0] == rank else [])
+    index = read(index_of(receipt(rank, len(layout), rows=rows) for rank, rows in enumerate(layout)))
+    assert len(index.chunks("t")) == ranks
+    assert len(index.tensors["t"].series.split()) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import crc32c
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from orchestrator.checkpoint.layout import Scope, ShardPlan, TensorSpec, holder_
 from orchestrator.checkpoint.meshes import Cut
 from orchestrator.checkpoint.reader import read_committed
 from orchestrator.checkpoint.save import commit
+from orchestrator.cli.demo_analysis import tensor_digests
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.sharded import (
     Sharding,
@@ -64,6 +66,9 @@ def test_from_any_mesh_to_any_other(tmp_path: Path, seed: int) -> None:
         other = draw.choice(WORLDS)
         assert_read(store, index, tensors, random_shardings(draw, tensors, other), other)
         assert_read(store, index, tensors, {}, 1)
+        assert {name: text.rpartition(":")[2] for name, text in tensor_digests(store, index).items()} == {
+            name: f"{crc32c.crc32c(bits(tensor)):08x}" for name, tensor in tensors.items()
+        }
 
 
 def sharding(shape: tuple[int, ...], *cuts: int | None) -> Sharding:
