@@ -125,7 +125,7 @@ def required(world_size: int, absent: Collection[int]) -> tuple[int, ...]:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The tensor's elements in row-major order, as bytes."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
 
 
