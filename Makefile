@@ -9,7 +9,7 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CAUSES    := pyproject.toml constraints.txt
 
-.PHONY: help .venv demo test disasters soak check clean
+.PHONY: help .venv demo test disasters soak bench check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test    all tests, with real processes"
 	@echo "make soak    200 kills at random times of real jobs, and what each of them left"
 	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
+	@echo "make bench   the checkpoint engine against others: one table of ratios, about ten minutes on two idle cores"
 	@echo "make check   formatting, types, import rules and the fast tests"
 	@echo "make .venv   only install, into $(VENV)"
 	@echo "make clean   remove caches and outputs; $(VENV) stays"
@@ -42,6 +43,11 @@ disasters: .venv
 
 soak: .venv
 	$(BIN)/python -m tests.processes.kill_times --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+# What the engine is compared with is wanted here only; what cannot be installed is left out of the table, and named.
+bench: .venv
+	-@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[bench]"
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
 check:
 	VENV=$(VENV) PYTHON=$(PYTHON) scripts/check

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,13 @@ class CountingStore:
         self.reads += 1
         self.bytes_read += len(data)
         return data
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        count = self._inner.read_into(key, start, buffers)
+        self.reads += 1
+        self.bytes_read += count
+        return count
 
     def size(self, key: str) -> int:
         """See the port."""

@@ -53,6 +53,13 @@ class JobConfig(BaseModel):
     staging: str = "/dev/shm"
     """Folder in memory for staged shards."""
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # true would count as 1
+            raise ValueError(f"is neither true nor false, got {str(value).lower()}")
+        return value
+
     @field_validator("job")
     @classmethod
     def _valid_name(cls, value: str) -> str:
@@ -145,7 +152,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> JobConfig:
             values = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, a number of 5000 digits
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
     values |= {name: value for name, value in overrides.items() if value is not None}
     try:

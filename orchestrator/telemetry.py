@@ -6,6 +6,7 @@ kept by `supervisor.server` from the same records.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -75,17 +76,23 @@ class EventLog:
 
 def json_lines_sink(path: Path) -> Sink:
     """Append each record as one JSON line, flushed, so a crash loses none. A full disk ends the file, not the job."""
-    stream = path.open("a", encoding="utf-8", buffering=1)
+    stream: TextIO | None = None
     broken = False
 
     def write(record: EventRecord) -> None:
-        nonlocal broken
+        nonlocal stream, broken
         try:
-            if not broken:
+            if stream is None and not broken:
+                stream = path.open("a", encoding="utf-8", buffering=1)
+            if stream is not None and not broken:
                 stream.write(json.dumps(record.as_dict(), separators=(",", ":")) + "\n")
         except OSError as error:
             broken = True
-            sys.stderr.write(f"{path}: {error.strerror}; events are not written there any more\n")
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{path}: {error.strerror}; events are not written there any more\n")
 
     return write
 

@@ -12,7 +12,11 @@ from orchestrator.storage.opening import open_store
 
 def main() -> int:
     """Read the settings, run the agent."""
-    settings = AgentSettings.model_validate_json(sys.stdin.read())
+    text = sys.stdin.read()
+    if not text:
+        sys.stderr.write("no settings on standard input: whoever started this agent is gone\n")
+        return 1
+    settings = AgentSettings.model_validate_json(text)
     return asyncio.run(run_agent(settings, open_store(settings.store)))
 
 

@@ -110,15 +110,15 @@ class SupervisorClient:
 
 
 class WebSocketConnector:
-    """Opens WebSockets to the supervisor that the settings name, or that took its place, with the token."""
+    """Opens WebSockets to the supervisor that the settings name, or that took its place in the same run."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
 
     async def __call__(self) -> FrameSocket:
         """See `agent.link.Connect`."""
-        url, token = self._address()
-        headers = {"Authorization": f"Bearer {token}"}
+        url = self._address()
+        headers = {"Authorization": f"Bearer {self._settings.token}"}
         session = aiohttp.ClientSession(
             headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         )
@@ -131,21 +131,22 @@ class WebSocketConnector:
         except aiohttp.ClientError as error:
             await session.close()
             unwanted = isinstance(error, aiohttp.WSServerHandshakeError) and error.status in NOT_WANTED
-            if unwanted and self._address() == (url, token):  # it did not die, or change, in the meantime
+            if unwanted and self._address() == url:  # it did not die, or change, in the meantime
                 raise FencedError(f"the supervisor refused this agent: {error}") from error
             raise ConnectionError(str(error)) from error
         except BaseException:
             await session.close()
             raise
 
-    def _address(self) -> tuple[str, str]:
-        """(URL, token) of the supervisor that runs now.
+    def _address(self) -> str:
+        """URL of the supervisor that runs now.
 
         Raises ConnectionError if it is dead: whoever got its port afterwards shall neither see the token nor be obeyed.
+        Raises FencedError if it has another token: it belongs to another run, and may have a node of this one's name.
         """
         path = self._settings.supervisor_file
         if path is None:
-            return self._settings.supervisor_url, self._settings.token
+            return self._settings.supervisor_url
         try:
             found = json.loads(path.read_text())
             url, token, pid, ticks = str(found["url"]), str(found["token"]), int(found["pid"]), found["start_ticks"]
@@ -153,4 +154,6 @@ class WebSocketConnector:
             raise ConnectionError(f"no supervisor runs: {error}") from error
         if start_ticks(pid) != ticks:
             raise ConnectionError("the supervisor is dead and no other has taken its place yet")
-        return url, token
+        if token != self._settings.token:
+            raise FencedError("another run of the job has taken this one's place")
+        return url

@@ -6,7 +6,6 @@ memory only and takes microseconds, so it may be called often.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.agent import workers as processes
+from orchestrator.agent.inheritance import HeldShard, Inheritance
 from orchestrator.agent.ports import Runtime
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
-from orchestrator.checkpoint.slots import SLOTS, ControlBlock, LeaveOutcome, Record, SlotState, WorkerPhase
+from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, Record, Slot, SlotState, WorkerPhase
 from orchestrator.core.messages import (
+    CheckpointId,
     Decide,
     Echoed,
     Event,
@@ -55,7 +56,14 @@ class LocalGang:
     """This node's ranks of one generation."""
 
     def __init__(
-        self, settings: AgentSettings, runtime: Runtime, action: LaunchWorkers, objects_url: str, objects_token: str
+        self,
+        settings: AgentSettings,
+        runtime: Runtime,
+        action: LaunchWorkers,
+        objects_url: str,
+        objects_token: str,
+        *,
+        inheritance: Inheritance,
     ) -> None:
         self.settings = settings
         self._runtime = runtime
@@ -65,6 +73,13 @@ class LocalGang:
         self.refused_ballot = 0
         self.deadline_seconds: float | None = None
         self.workers = [self._prepare(rank, objects_url, objects_token) for rank in self.ranks]
+        self.held: dict[Path, HeldShard] = {}
+        """Slot file → the shard of the base in it, until this gang trains."""
+        moved = inheritance.move(worker.slot_paths for worker in self.workers)
+        for worker, shard in zip(self.workers, moved, strict=False):
+            if shard is not None:
+                worker.control.inherit_slot(1, shard.checkpoint, shard.size_bytes)
+                self.held[shard.path] = shard
 
     @property
     def ranks(self) -> range:
@@ -134,8 +149,15 @@ class LocalGang:
 
     def prepare(self, action: Prepare) -> None:
         """A proposal for every control block; lower ballots are refused."""
+        self._let_go()
         if action.ballot > self.record.ballot:
             self._publish(replace(self.record, ballot=action.ballot, proposed_step=action.step))
+
+    def _let_go(self) -> None:
+        """A step is proposed, so every rank has restored its state: the base need not be held in memory any more."""
+        for worker in self.workers:
+            if self.held.pop(worker.slot_paths[1], None) is not None:
+                worker.control.free_slot(1)
 
     def decide(self, action: Decide, deadline_seconds: float | None) -> None:
         """A decision; it takes the place of the proposal with that ballot."""
@@ -373,22 +395,49 @@ class LocalGang:
             for slot in worker.control.slots() if worker.control.holds_staged else ():
                 if (
                     slot.state is SlotState.STAGED
+                    and slot.generation == self.generation
                     and may_free(slot.step)
                     and not reading(worker.slot_paths[slot.index])
                 ):
                     worker.control.free_slot(slot.index)
 
-    def remove_files(self) -> None:
-        """Remove control blocks, launch files and slots of this generation from memory."""
+    def staged_shard(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:
+        """Where a shard is in this node's memory (slot file, shard bytes), whether this gang staged or inherited it."""
+        if checkpoint.generation == self.generation:
+            slots = self.staged_slots(checkpoint.step)
+            return next(((one.slot_paths[index], size) for one, index, size in slots if one.rank == rank), None)
+        held = list(self.held.values())  # asked from other threads
+        found = (shard for shard in held if (shard.checkpoint, shard.rank) == (checkpoint, rank))
+        return next(((shard.path, shard.size_bytes) for shard in found), None)
+
+    def holder_url(self, rank: int) -> str | None:
+        """The other node that may have the base's shard of a rank in its memory."""
+        holders = (one for one in self.action.holders if one.first_rank <= rank < one.first_rank + one.count)
+        return next((one.objects_url for one in holders), None)
+
+    def hand_down(self, base: CheckpointId | None, reading: Callable[[Path], bool]) -> Inheritance:
+        """This gang is over: remove its files but for the slots, and say what is in those."""
+        held: list[HeldShard] = []
+        spare: list[Path] = []
         for worker in self.workers:
+            for slot, path in zip(worker.control.slots(), worker.slot_paths, strict=True):
+                shard = self._shard_in(worker, slot, path)
+                if shard is not None and shard.checkpoint == base:
+                    held.append(shard)
+                elif path.exists() and not reading(path):
+                    spare.append(path)
+                else:
+                    path.unlink(missing_ok=True)
             worker.control.close()
-            for path in (
-                worker.control.path,
-                worker.launch_path,
-                *(worker.slot_paths[index] for index in range(SLOTS)),
-            ):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            for path in (worker.control.path, worker.launch_path):
+                path.unlink(missing_ok=True)
+        return Inheritance(held=tuple(held), spare=tuple(spare))
+
+    def _shard_in(self, worker: Worker, slot: Slot, path: Path) -> HeldShard | None:
+        if slot.state is not SlotState.STAGED or slot.generation != self.generation:
+            return self.held.get(path)
+        checkpoint = CheckpointId(generation=slot.generation, step=slot.step)
+        return HeldShard(checkpoint=checkpoint, rank=worker.rank, path=path, size_bytes=slot.size_bytes)
 
 
 def _progress(worker: Worker) -> RankProgress | None:

@@ -23,10 +23,11 @@ from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.handovers import HandOvers
+from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.ports import AgentPorts, real_ports
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
-from orchestrator.agent.staged import NodeObjects
+from orchestrator.agent.staged import Nearby, NodeObjects
 from orchestrator.agent.uploads import Uploads
 from orchestrator.agent.wire import Channel, decode_action
 from orchestrator.agent.workers import Worker
@@ -97,6 +98,7 @@ class Agent:
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
         self._objects_url = ""
+        self._nearby = Nearby(settings.token, ports.open_peer, self._holder_url)
         self._saves = LocalSaves()
         self._supervisors_met = 0
         self._notices: dict[str, tuple[NoticeReceived, float]] = {}
@@ -110,7 +112,7 @@ class Agent:
     async def run(self, handle_signals: bool = True) -> str:
         """Serve until dismissed; returns why it ended."""
         self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
-        objects = NodeObjects(self._ports.store, self._staged_slot)
+        objects = NodeObjects(self._ports.store, self._staged_slot, self._nearby)
         tokens = (self._objects_token, self._settings.token)  # of this node's workers, and of peers
         self._objects_url = await self._ports.object_server.start(objects, tokens, self._settings.address)
         if handle_signals:
@@ -141,6 +143,7 @@ class Agent:
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._uploads.close)
         await self._ports.object_server.stop()
+        self._nearby.close()
         shutil.rmtree(self._settings.staging, ignore_errors=True)
 
     def _post(self, event: Event) -> None:
@@ -322,6 +325,7 @@ class Agent:
         self._post(await work)
 
     async def _launch(self, action: LaunchWorkers) -> None:
+        inheritance = Inheritance()
         if self._gang is not None:
             if self._gang.generation >= action.generation:
                 return
@@ -329,10 +333,18 @@ class Agent:
             await self._end_gang(self._gang)
             if asked_by != self._supervisors_met:
                 return  # the new supervisor was told of the gang before this one
-            self._gang.remove_files()
+            inheritance = self._gang.hand_down(action.base if action.holders else None, self._uploads.reading)
         self._saves = LocalSaves(action.generation, action.world_size)
         try:
-            gang = LocalGang(self._settings, self._ports.runtime, action, self._objects_url, self._objects_token)
+            self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied it away
+            gang = LocalGang(
+                self._settings,
+                self._ports.runtime,
+                action,
+                self._objects_url,
+                self._objects_token,
+                inheritance=inheritance,
+            )
         except OSError as error:
             self._refuse_launch(action, error)
             return
@@ -465,11 +477,12 @@ class Agent:
 
     def _staged_slot(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:
         """Where one of this node's shards is staged, if it is."""
-        gang = self._gang
-        if gang is None or gang.generation != checkpoint.generation:
-            return None
-        slots = gang.staged_slots(checkpoint.step)
-        return next(((worker.slot_paths[index], size) for worker, index, size in slots if worker.rank == rank), None)
+        return None if self._gang is None else self._gang.staged_shard(checkpoint, rank)
+
+    def _holder_url(self, rank: int) -> str | None:
+        """Where else a shard of the base may be in memory."""
+        url = None if self._gang is None else self._gang.holder_url(rank)
+        return None if url == self._objects_url else url
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:

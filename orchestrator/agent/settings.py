@@ -24,7 +24,7 @@ class AgentSettings(BaseModel):
     supervisor_url: str
     token: str
     supervisor_file: Path | None = None
-    """Where the supervisor that runs writes its address, token and pid (JSON); it takes the place of the two above."""
+    """Where the supervisor that runs writes its address, token and pid (JSON); it takes the place of the URL above."""
     address: str = "127.0.0.1"
     """Where other nodes reach this one; workers rendezvous there."""
     staging: Path

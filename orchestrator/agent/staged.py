@@ -2,6 +2,7 @@
 
 Key: `staged/` and the key that the shard will have on the store; with `.crc32c` at the end, its digest as hexadecimal.
 A slot may be freed and used again at any time: what is read counts only if the slot still holds the step afterwards.
+With `near/` instead, the shard comes from where it is nearest: this node's memory, another node's, the store.
 Used by `agent.node`.
 """
 
@@ -9,13 +10,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import crc
+from orchestrator.checkpoint.near import NEAR_PREFIX
 from orchestrator.core.messages import CheckpointId, HandOver
 from orchestrator.errors import DigestError, NotFoundError, StoreDeniedError, StoreError
+from orchestrator.storage.arguments import bytes_wanted, scatter
 from orchestrator.storage.base import Entry, ObjectStore, Piece
 
 PREFIX = "staged/"
@@ -31,12 +35,58 @@ def staged_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:
     return PREFIX + fmt.shard_key(checkpoint, rank, world_size)
 
 
+def parse_staged_key(key: str) -> tuple[CheckpointId, int] | None:
+    """(checkpoint, rank) of a staged shard's key, None for any other."""
+    parsed = fmt.parse_checkpoint_key(key.removeprefix(PREFIX))
+    named = None if parsed is None else fmt.parse_receipt_name(parsed[1].replace(".safetensors", ".json"))
+    return None if parsed is None or named is None else (parsed[0], named[0])
+
+
+class Nearby:
+    """What other nodes hold in memory of the base. One that has failed is not asked again: the store has it all."""
+
+    def __init__(
+        self,
+        token: str,
+        open_peer: Callable[[str, str], AbstractContextManager[ObjectStore]],
+        url_of: Callable[[int], str | None],
+    ) -> None:
+        self._token = token
+        self._open_peer = open_peer
+        self._url_of = url_of
+        self._failed: set[tuple[CheckpointId, str]] = set()
+        self._peers: dict[str, ObjectStore] = {}
+        self._opened = ExitStack()
+
+    def read(self, key: str, start: int, stop: int | None) -> bytes | None:
+        """A part of a staged shard; None if no node is known to hold it, or it cannot be had from there."""
+        shard = parse_staged_key(key)
+        url = None if shard is None else self._url_of(shard[1])
+        if shard is None or url is None or (shard[0], url) in self._failed:
+            return None
+        try:
+            return self._peer(url).read(key, start, stop)
+        except StoreError:
+            self._failed.add((shard[0], url))
+            return None
+
+    def _peer(self, url: str) -> ObjectStore:
+        if url not in self._peers:
+            self._peers[url] = self._opened.enter_context(self._open_peer(url, self._token))
+        return self._peers[url]
+
+    def close(self) -> None:
+        """Close what is open to other nodes."""
+        self._opened.close()
+
+
 class NodeObjects:
     """The store, and beside it what this node's slots hold: an `ObjectStore` that is only read."""
 
-    def __init__(self, store: ObjectStore, find_slot: FindSlot) -> None:
+    def __init__(self, store: ObjectStore, find_slot: FindSlot, nearby: Nearby) -> None:
         self._store = store
         self._find_slot = find_slot
+        self._nearby = nearby
 
     @property
     def url(self) -> str:
@@ -53,6 +103,8 @@ class NodeObjects:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
+        if key.startswith(NEAR_PREFIX):
+            return self._read_near(key.removeprefix(NEAR_PREFIX), start, stop)
         if not key.startswith(PREFIX):
             return self._store.read(key, start, stop)
         if key.endswith(DIGEST_SUFFIX):
@@ -64,8 +116,24 @@ class NodeObjects:
         self._still_there(key, path, size_bytes)
         return data
 
+    def _read_near(self, key: str, start: int, stop: int | None) -> bytes:
+        """Whoever reads checks the digests: memory is believed no more than the store."""
+        try:
+            return self.read(PREFIX + key, start, stop)
+        except NotFoundError:
+            found = self._nearby.read(PREFIX + key, start, stop)
+        return self._store.read(key, start, stop) if found is None else found
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        if not key.startswith((PREFIX, NEAR_PREFIX)):
+            return self._store.read_into(key, start, buffers)
+        return scatter(self.read(key, start, start + bytes_wanted(buffers)), buffers)
+
     def size(self, key: str) -> int:
         """See the port."""
+        if key.startswith(NEAR_PREFIX):
+            return self._store.size(key.removeprefix(NEAR_PREFIX))
         if not key.startswith(PREFIX):
             return self._store.size(key)
         return len(self._digest(key)) if key.endswith(DIGEST_SUFFIX) else self._slot(key)[1]
@@ -83,9 +151,8 @@ class NodeObjects:
         return f"{digest:08x}".encode()
 
     def _slot(self, key: str) -> tuple[Path, int]:
-        parsed = fmt.parse_checkpoint_key(key.removeprefix(PREFIX))
-        named = None if parsed is None else fmt.parse_receipt_name(parsed[1].replace(".safetensors", ".json"))
-        found = None if parsed is None or named is None else self._find_slot(parsed[0], named[0])
+        shard = parse_staged_key(key)
+        found = None if shard is None else self._find_slot(*shard)
         if found is None:
             raise NotFoundError(key, "no slot of this node holds it")
         return found

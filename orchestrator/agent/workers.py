@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,9 +117,11 @@ def evidence(worker: Worker) -> str:
         with worker.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(0, size - EVIDENCE_BYTES))
-            return log.read().decode(errors="replace")
+            found = log.read().decode(errors="replace")
+        full = worker.exit_code != 0 and shutil.disk_usage(worker.log_path.parent).free == 0
     except FileNotFoundError:
         return ""
+    return f"{found}\nno space is left in {worker.log_path.parent}, where its output goes\n" if full else found
 
 
 def new_output(worker: Worker, *, everything: bool) -> str:

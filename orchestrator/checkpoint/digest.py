@@ -22,6 +22,14 @@ def crc(data: bytes | bytearray | memoryview | mmap.mmap, before: int = 0) -> in
     return int(_crc32c.crc32c(data, before))
 
 
+def crc_of(pieces: Iterable[memoryview]) -> int:
+    """crc32c of the bytes of all pieces, one after another."""
+    total = 0
+    for piece in pieces:
+        total = _crc32c.crc32c(piece, total)
+    return int(total)
+
+
 def block_digests(data: memoryview) -> list[int]:
     """crc32c of each 1 MiB block; the last one may be shorter."""
     return [crc(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]

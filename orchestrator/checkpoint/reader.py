@@ -9,18 +9,28 @@ an agent's memory: one code path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol, Self
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.digest import crc
+from orchestrator.checkpoint.digest import crc, crc_of
 from orchestrator.checkpoint.save import load_receipt, read_index, shard_metadata
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import DigestError, FormatError, NotFoundError
 from orchestrator.storage.base import ObjectStore
 
 WINDOW_BYTES = 8 * fmt.BLOCK_BYTES
+"""Read at a time, where bytes are handed on."""
+STRIDE_BYTES = 4 * fmt.BLOCK_BYTES
+"""Read at a time into the memory where it stays: few requests, and still in the processor's cache when the digests are
+computed."""
+THREADS_MAX = 2
+"""That read one shard; each has one stride of memory for what is not wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,25 +104,48 @@ def verified_windows(
 
 
 def _verified(
-    store: ObjectStore, index: fmt.Index, shard: fmt.Receipt, ranges: Iterable[tuple[int, int]]
+    store: ObjectStore, index: fmt.Index, receipt: fmt.Receipt, ranges: Iterable[tuple[int, int]]
 ) -> Iterator[Window]:
-    key = fmt.shard_key(index.id, shard.rank, index.world_size)
-    blocks = fmt.unpack_blocks(key, shard.blocks, shard.size_bytes)
-    for start, stop in _window_ranges(ranges, shard.size_bytes):
-        data = memoryview(store.read(key, start, stop))
-        if len(data) != stop - start:
-            raise DigestError(key, f"ends at byte {start + len(data)}, the index says {shard.size_bytes} bytes")
+    shard = _Shard.of(store, index, receipt)
+    for start, stop in _window_ranges(ranges, shard.size_bytes, WINDOW_BYTES):
+        data = memoryview(store.read(shard.key, start, stop))
+        shard.check_length(start, stop, len(data))
         for offset in range(0, len(data), fmt.BLOCK_BYTES):
-            number = (start + offset) // fmt.BLOCK_BYTES
-            if crc(data[offset : offset + fmt.BLOCK_BYTES]) != blocks[number]:
-                raise DigestError(
-                    key, f"block {number} (bytes from {number * fmt.BLOCK_BYTES}) does not match its digest"
-                )
+            shard.check_block((start + offset) // fmt.BLOCK_BYTES, crc(data[offset : offset + fmt.BLOCK_BYTES]))
         yield Window(start=start, data=data)
 
 
-def _window_ranges(ranges: Iterable[tuple[int, int]], size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Block-aligned, disjoint, ascending windows that cover the ranges."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """A shard file and what its bytes must be."""
+
+    store: ObjectStore
+    key: str
+    size_bytes: int
+    digests: Sequence[int]
+    """Of each block."""
+
+    @classmethod
+    def of(cls, store: ObjectStore, index: fmt.Index, receipt: fmt.Receipt) -> Self:
+        """The shard of a receipt that can be trusted. Raises FormatError."""
+        key = fmt.shard_key(index.id, receipt.rank, index.world_size)
+        digests = fmt.unpack_blocks(key, receipt.blocks, receipt.size_bytes)
+        return cls(store=store, key=key, size_bytes=receipt.size_bytes, digests=digests)
+
+    def check_length(self, start: int, stop: int, length: int) -> None:
+        """All of [start, stop) was there. Raises DigestError."""
+        if length != stop - start:
+            raise DigestError(self.key, f"ends at byte {start + length}, the index says {self.size_bytes} bytes")
+
+    def check_block(self, number: int, digest: int) -> None:
+        """A block has that digest. Raises DigestError."""
+        if digest != self.digests[number]:
+            start = number * fmt.BLOCK_BYTES
+            raise DigestError(self.key, f"block {number} (bytes from {start}) does not match its digest")
+
+
+def _window_ranges(ranges: Iterable[tuple[int, int]], size_bytes: int, length: int) -> Iterator[tuple[int, int]]:
+    """Block-aligned, disjoint, ascending windows of at most `length` bytes that cover the ranges."""
     merged: list[list[int]] = []
     for first, last in sorted(ranges):
         low = first // fmt.BLOCK_BYTES * fmt.BLOCK_BYTES
@@ -122,8 +155,144 @@ def _window_ranges(ranges: Iterable[tuple[int, int]], size_bytes: int) -> Iterat
         else:
             merged.append([low, high])
     for low, high in merged:
-        for start in range(low, high, WINDOW_BYTES):
-            yield start, min(start + WINDOW_BYTES, high)
+        for start in range(low, high, length):
+            yield start, min(start + length, high)
+
+
+class Sink(Protocol):
+    """Takes the bytes of a piece that do not lie together in memory."""
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Take in verified bytes from `offset` of the piece on; the memory is used again afterwards."""
+        ...
+
+
+Piece = tuple[int, int, memoryview | Sink]
+"""Bytes [first, last) of a shard, and where they go: memory of that length, or what takes them part by part."""
+
+
+def read_pieces(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, pieces: Sequence[Piece]) -> None:
+    """Bring pieces of one shard, in rising order, to where they belong. Reads each block that they touch once, whole.
+
+    The bytes of a block go straight into the memory of its pieces, and its digest is computed there; only what goes
+    to a sink or is not wanted takes the way over a buffer. A sink gets nothing that is not verified; memory may hold
+    anything after an error. Raises DigestError naming the shard and the block, or the receipt; StoreError.
+    """
+    wanted = [piece for piece in pieces if piece[0] < piece[1]]
+    if not wanted:
+        return
+    shard_file = _Shard.of(store, index, read_receipt(store, index, shard))
+    strides = _strides(wanted, shard_file.size_bytes)
+    span_bytes = wanted[-1][1] - wanted[0][0]
+    threads = min(THREADS_MAX, os.cpu_count() or 1, span_bytes // (2 * STRIDE_BYTES))
+    if threads <= 1:
+        _fill_all(shard_file, strides)
+        return
+    queue = _Queue(strides)
+    with ThreadPoolExecutor(threads, "read-pieces") as pool:
+        try:
+            for done in [pool.submit(_fill_all, shard_file, queue) for _ in range(threads)]:
+                done.result()
+        finally:
+            queue.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stride:
+    """Bytes [start, stop) of a shard, whole blocks, and the pieces that have some of them."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    def overlaps(self) -> bool:
+        """Whether two pieces have bytes in common."""
+        return any(before[1] > after[0] for before, after in pairwise(self.pieces))
+
+
+class _Queue:
+    """Strides for several threads: each is given to one of them, and none any more after `close`."""
+
+    def __init__(self, strides: Iterator[_Stride]) -> None:
+        self._strides = strides
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[_Stride]:
+        while (stride := self._next()) is not None:
+            yield stride
+
+    def close(self) -> None:
+        """Give out nothing more."""
+        with self._lock:
+            self._strides = iter(())
+
+    def _next(self) -> _Stride | None:
+        with self._lock:
+            return next(self._strides, None)
+
+
+def _strides(pieces: Sequence[Piece], size_bytes: int) -> Iterator[_Stride]:
+    place, here = 0, list[Piece]()
+    for start, stop in _window_ranges(((first, last) for first, last, _ in pieces), size_bytes, STRIDE_BYTES):
+        here = [piece for piece in here if piece[1] > start]
+        while place < len(pieces) and pieces[place][0] < stop:
+            here.append(pieces[place])
+            place += 1
+        yield _Stride(start, stop, tuple(here))
+
+
+def _fill_all(shard: _Shard, strides: Iterable[_Stride]) -> None:
+    spare = memoryview(bytearray(STRIDE_BYTES))  # takes memory only where something is written to it
+    for stride in strides:
+        _fill(shard, stride, spare)
+
+
+def _fill(shard: _Shard, stride: _Stride, spare: memoryview) -> None:
+    """Read a stride, verify it, and hand on what did not go straight to where it belongs."""
+    straight = not stride.overlaps()
+    blocks = _in_blocks(_parts(stride, spare) if straight else [spare[: stride.stop - stride.start]])
+    length = shard.store.read_into(shard.key, stride.start, [part for block in blocks for part in block])
+    shard.check_length(stride.start, stride.stop, length)
+    for number, parts in enumerate(blocks, start=stride.start // fmt.BLOCK_BYTES):
+        shard.check_block(number, crc_of(parts))
+    for first, last, target in stride.pieces:
+        low, high = max(first, stride.start), min(last, stride.stop)
+        data = spare[low - stride.start : high - stride.start]
+        if not isinstance(target, memoryview):
+            target.put(low - first, data)
+        elif not straight:
+            target[low - first : high - first] = data
+
+
+def _parts(stride: _Stride, spare: memoryview) -> Iterator[memoryview]:
+    """The memory that the stride's bytes go to, in their order."""
+    start, position = stride.start, stride.start
+    for first, last, target in stride.pieces:
+        low, high = max(first, start), min(last, stride.stop)
+        if position < low:
+            yield spare[position - start : low - start]
+        yield (
+            target[low - first : high - first] if isinstance(target, memoryview) else spare[low - start : high - start]
+        )
+        position = high
+    if position < stride.stop:
+        yield spare[position - start : stride.stop - start]
+
+
+def _in_blocks(parts: Iterable[memoryview]) -> list[list[memoryview]]:
+    """The parts, cut where a block ends."""
+    blocks: list[list[memoryview]] = []
+    room = 0
+    for part in parts:
+        rest = part
+        while rest:
+            if room == 0:
+                blocks.append([])
+                room = fmt.BLOCK_BYTES
+            blocks[-1].append(rest[:room])
+            room -= len(blocks[-1][-1])
+            rest = rest[len(blocks[-1][-1]) :]
+    return blocks
 
 
 def verify(store: ObjectStore, index: fmt.Index) -> Iterator[tuple[fmt.ShardRecord, str | None]]:

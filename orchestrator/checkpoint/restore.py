@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import islice, takewhile
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.boxes import Box, boxes_of_range, corner, overlap, span, spans, whole, within
 from orchestrator.checkpoint.chunks import Chunk
 from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES, local_box, local_part
-from orchestrator.checkpoint.reader import verified_windows
+from orchestrator.checkpoint.reader import Piece, Sink, read_pieces
 from orchestrator.errors import FormatError, StateError
 from orchestrator.storage.base import ObjectStore
 
@@ -60,7 +60,7 @@ def read_parts(store: ObjectStore, index: fmt.Index, parts: Mapping[str, tuple[t
     }
     wanted = {name: (_byte_view(buffer), parts[name][1]) for name, buffer in buffers.items()}
     for shard, pieces in _pieces_by_shard(index, wanted):
-        _read_shard(store, index, shard, pieces)
+        read_pieces(store, index, shard, pieces)
     with torch.no_grad():
         for name, (tensor, _) in parts.items():
             if buffers[name] is not tensor:
@@ -77,25 +77,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         if stride == 0 and length > 1:
             source, target = source.narrow(dimension, 0, 1), target.narrow(dimension, 0, 1)
     target.copy_(source)
-
-
-class Sink(Protocol):
-    """Where bytes of a piece go."""
-
-    def put(self, offset: int, data: memoryview) -> None:
-        """Take in the piece's bytes from `offset` on."""
-        ...
-
-
-class Memory:
-    """Memory that has the piece's bytes in their order."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-
-    def put(self, offset: int, data: memoryview) -> None:
-        """Copy them to where they belong."""
-        self._view[offset : offset + len(data)] = data
 
 
 class Scatter:
@@ -126,8 +107,6 @@ def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + length) for offset, length in zip(*within(inner, outer), strict=True))
 
 
-Piece = tuple[int, int, Sink]
-"""Bytes [first, last) of a shard, and where they go."""
 Wanted = Mapping[str, tuple[memoryview, Box]]
 """The memory of what is to be filled, and the box of the saved tensor that it is."""
 
@@ -180,29 +159,14 @@ def _pieces(chunk: Chunk, saved: Box, view: memoryview, target: Box, width: int)
         first = chunk.first_byte + (start - chunk.start) * width
         if joined and here is not None:
             begin = (here[0] + start - low) * width
-            sink: Sink = Memory(view[begin : begin + (stop - start) * width])
+            place: memoryview | Sink = view[begin : begin + (stop - start) * width]
         else:
-            sink = Scatter(view, width=width, target=target, saved=saved, start=start)
-        yield first, first + (stop - start) * width, sink
-
-
-def _read_shard(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, wanted: list[Piece]) -> None:
-    position = 0
-    for window in verified_windows(store, index, shard, [(first, last) for first, last, _ in wanted]):
-        end = window.start + len(window.data)
-        while position < len(wanted) and wanted[position][1] <= window.start:
-            position += 1
-        for first, last, sink in wanted[position:]:
-            if first >= end:
-                break
-            offset, data = window.cut(first, last)
-            if len(data):
-                sink.put(offset, data)
+            place = Scatter(view, width=width, target=target, saved=saved, start=start)
+        yield first, first + (stop - start) * width, place
 
 
 def _byte_view(tensor: torch.Tensor) -> memoryview:
-    """The tensor's memory as bytes."""
+    """The memory of a plain tensor as bytes, for as long as the caller keeps the tensor."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) keeps odd strides of single elements
-    return memoryview(flat.view(torch.uint8).numpy().data)
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")  # numpy: 4 × as long

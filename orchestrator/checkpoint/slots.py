@@ -24,7 +24,7 @@ from typing import Any
 
 import crc32c as _crc32c
 
-from orchestrator.core.messages import Mode
+from orchestrator.core.messages import CheckpointId, Mode
 from orchestrator.errors import ProtocolError
 
 MAGIC = 0x4F52_4348_4354_4C31  # "ORCHCTL1"
@@ -265,6 +265,10 @@ class ControlBlock:
         self._memory[start : start + len(body)] = body
         struct.pack_into("<I", self._memory, start + len(body), _crc32c.crc32c(body))
         self._words[_WORD_SELECTOR] = sequence << 1 | cell
+
+    def inherit_slot(self, index: int, checkpoint: CheckpointId, size_bytes: int) -> None:
+        """Before the worker starts: this slot's file holds a shard of an older generation, until `free_slot`."""
+        self.finish_slot(index, checkpoint.generation, checkpoint.step, size_bytes, 0)
 
     def free_slot(self, index: int) -> None:
         """staged or writing → free; the agent's alone."""

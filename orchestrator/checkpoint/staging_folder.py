@@ -25,7 +25,10 @@ def private_folder(memory: Path, *names: str) -> Path:
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(f"{root} belongs to user {found.st_uid}; remove it, or name another staging folder")
-    root.chmod(0o700)
     folder = root.joinpath(*names)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.chmod(0o700)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}; name another staging folder") from error
     return folder

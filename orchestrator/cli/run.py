@@ -287,7 +287,7 @@ class Signals:
         elif self._stage == 2:
             self._talk.say("Ctrl-C again: ending without another save; once more ends at once")
             supervisor.submit(Requested(request=Request.CANCEL, by="a second Ctrl-C"))
-        else:
+        elif self._stage == 3:  # more of them must not keep the nodes from being ended
             self._running.cancel()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core import finishing, ladder, settling, shards
-from orchestrator.core.ladder import Attempt, Rung, Source
+from orchestrator.core.ladder import Attempt, Rung
 from orchestrator.core.messages import Outcome, ReleaseNode, Verdict
 from orchestrator.core.policy import AfterExit, after_exits
 from orchestrator.core.states import Ending, Phase, Trigger
@@ -108,7 +108,7 @@ def _climb(turn: Turn, verdict: AfterExit) -> AfterExit:
     job = turn.job
     assert job.gang is not None
     base = job.newest_committed
-    attempt = Attempt(generation=job.gang.generation, base=base, source=Source.STORE, how=verdict.reason)
+    attempt = Attempt(generation=job.gang.generation, base=base, how=verdict.reason)
     turn.set(failures=job.failures + 1, attempts=(*job.attempts, attempt))
     if not verdict.restart:
         turn.note("failure judged", verdict.reason, facts=turn.facts(restart=False))

@@ -46,12 +46,11 @@ def _finished(turn: Turn) -> None:
     if any(event.attached for event in exits):
         reason = f"all {len(exits)} ranks are done at step {job.highest_step}"
         if job.until is not None and job.highest_step < job.until:
-            saved = job.newest_committed.step if job.newest_committed else "none"
-            reason += (
-                f", before the last step {job.until}: they left the loop; the newest checkpoint is of step {saved}"
-            )
+            newest = job.newest_committed
+            saved = f"the newest checkpoint is of step {newest.step}" if newest else "there is no checkpoint"
+            reason += f", before the last step {job.until}: they left the loop; {saved}"
     else:
-        reason = "the command ended without ever calling orchestrator.attach(): nothing was saved"
+        reason = "the command ended without ever calling orchestrator.attach() and run.steps(): nothing was saved"
     turn.set(ending=Ending(outcome=Outcome.DONE, exit_code=int(ExitCode.DONE), reason=reason))
     turn.go(Trigger.ALL_DONE if job.phase is not Phase.LEAVING else Trigger.LEFT)
 

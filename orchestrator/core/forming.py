@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import breaking, finishing, leaving, preflight, proposing, returning, shards
+from orchestrator.core import breaking, finishing, leaving, nearby, preflight, proposing, returning, shards
 from orchestrator.core.ladder import evidence, growing_seconds
 from orchestrator.core.membership import choose_size, form, order
 from orchestrator.core.messages import (
@@ -153,7 +153,10 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
         turn.commit_is_new()
     job = turn.job
     step_seconds = job.ranks.step_seconds.highest or job.measured.step_seconds
+    base_gang = nearby.gang_of_base(job, event.base)
+    holders = nearby.holders(job, base_gang, event.base)
     turn.set(
+        base_gang=base_gang,
         gang=gang,
         measured=replace(job.measured, step_seconds=step_seconds),
         base=event.base,
@@ -187,6 +190,7 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
                 base=event.base,
                 meeting_address=event.meeting_address,
                 meeting_port=event.meeting_port,
+                holders=holders(place),
             )
         )
 

@@ -1,4 +1,4 @@
-"""What follows when a generation fails: the same base again, another source, an older checkpoint, or the end. Pure.
+"""What follows when a generation fails: the same base again, an older checkpoint, or the end. Pure.
 
 The cheapest rung first; each is tried until it has failed more often than allowed, and only a newly committed
 checkpoint leads back to the first. Nothing is condemned by that: an older checkpoint is tried because starts from the
@@ -18,16 +18,8 @@ FREE_RESTARTS = 3  # generations in a row without a commit that are started with
 FIRST_PAUSE_SECONDS = 2.0
 PAUSE_SECONDS_MAX = 300.0
 HOW_TOLD_MAX = 200  # characters of each attempt's end in the evidence
+RUNGS = 2  # the newest checkpoint, an older one
 EVIDENCE_MAX = 8  # attempts told when the job is ended; older ones are in the event log
-
-
-class Source(StrEnum):
-    """Where a base is read from, cheapest first."""
-
-    STORE = "store"
-
-
-SOURCES: tuple[Source, ...] = tuple(Source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +29,6 @@ class Attempt:
     generation: int
     base: CheckpointId | None
     """The newest checkpoint when it failed, its own included: from which the next one would start."""
-    source: Source
     how: str
 
     def __str__(self) -> str:
@@ -49,39 +40,39 @@ class Rung(StrEnum):
     """What is tried next."""
 
     AGAIN = "same base again"
-    SOURCE = "another source"
     OLDER = "an older checkpoint"
     STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
-    """The next rung, the source of its base, and why."""
+    """The next rung, and why."""
 
     rung: Rung
-    source: Source
     reason: str
 
 
-def climb(attempts: Sequence[Attempt], *, failures_max: int, sources: Sequence[Source] = SOURCES) -> Climb:
+def climb(attempts: Sequence[Attempt], *, failures_max: int) -> Climb:
     """Decide after a failure; `attempts` are all failed generations since the last commit, the newest last.
 
     A rung is left after `failures_max` + 1 failures, and so is the whole ladder after that many for each of its rungs:
     bases that turn out unreadable one after another are a rung each and do not lengthen it.
     """
     last = attempts[-1]
-    here = [attempt for attempt in attempts if (attempt.base, attempt.source) == (last.base, last.source)]
+    here = [attempt for attempt in attempts if attempt.base == last.base]
     base = "a fresh start" if last.base is None else f"checkpoint {last.base}"
     count = f"failure {len(here)} from {base} without a new checkpoint in between (the limit is {failures_max})"
-    if len(here) <= failures_max and len(attempts) < (len(sources) + 1) * (failures_max + 1):
-        return Climb(rung=Rung.AGAIN, source=last.source, reason=count)
-    rest = list(sources)[list(sources).index(last.source) + 1 :]
-    if rest and failures_max:
-        return Climb(rung=Rung.SOURCE, source=rest[0], reason=count)
+    if len(here) <= failures_max and len(attempts) < RUNGS * (failures_max + 1):
+        return Climb(rung=Rung.AGAIN, reason=count)
     older = len({attempt.base for attempt in attempts}) == 1 and last.base is not None
     if older and failures_max:
-        return Climb(rung=Rung.OLDER, source=last.source, reason=count)
-    return Climb(rung=Rung.STOP, source=last.source, reason=f"{count}; {evidence(attempts)}")
+        return Climb(rung=Rung.OLDER, reason=count)
+    return Climb(rung=Rung.STOP, reason=f"{count}; {evidence(attempts)}")
+
+
+def may_read_memory(attempts: Sequence[Attempt], base: CheckpointId) -> bool:
+    """Whether a start from this base may take it from memory; not once a start from it has failed."""
+    return sum(attempt.base == base for attempt in attempts) <= 1
 
 
 def evidence(attempts: Sequence[Attempt]) -> str:

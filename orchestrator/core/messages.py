@@ -426,8 +426,17 @@ class OpenGeneration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A node whose memory may still hold the shards that its ranks staged of a checkpoint."""
+
+    first_rank: int
+    count: int
+    objects_url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWorkers:
-    """Start this node's workers of the generation."""
+    """Start this node's workers of the generation. `holders`: where the base's shards may be read faster."""
 
     node: str
     generation: int
@@ -437,6 +446,7 @@ class LaunchWorkers:
     base: CheckpointId | None
     meeting_address: str
     meeting_port: int
+    holders: tuple[Holder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str 
     what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"
     if not ever_attached and failed.exit_code not in KILLED:
         code = failed.exit_code if failed.exit_code is not None and failed.exit_code > 0 else int(ExitCode.FAILED)
-        return _stop(code, f"{what} before it called orchestrator.attach(): {_last_line(failed)}")
+        return _stop(code, f"{what} before it called orchestrator.attach() and run.steps(): {_last_line(failed)}")
     return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {_last_line(failed)}")
 
 

@@ -213,6 +213,8 @@ class Job(Changeable):
     leave: Leave | None = None
     ending: Ending | None = None
     newest_committed: CheckpointId | None = None
+    base_gang: Gang | None = None
+    """The gang that staged the base, where this supervisor knows it: its nodes may still have the shards in memory."""
     committed_at_seconds: float | None = None
     allowed_world_sizes: tuple[int, ...] | None = None
     until: int | None = None

@@ -50,6 +50,8 @@ class StartedNode:
             while self.is_alive() and time.monotonic() < until:
                 time.sleep(0.01)
         shutil.rmtree(self.staging, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the run's folder, if this was the last of its nodes
+            Path(self.staging).parent.rmdir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +67,19 @@ def read_leftovers(path: Path) -> Leftovers:
     """What the file says; nothing at all if it is not there or not whole."""
     try:
         found = json.loads(path.read_text())
-        nodes = tuple(StartedNode(**node) for node in found["nodes"])
+        nodes = tuple(_started_node(**node) for node in found["nodes"])
         return Leftovers(claimant=str(found["claimant"]), terms=str(found["terms"]), nodes=nodes)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return Leftovers(claimant="", terms="", nodes=())
+
+
+def _started_node(*, number: object, pid: object, started_ticks: object, staging: object) -> StartedNode:
+    """Raises ValueError for what was never written here: folders are removed and processes killed by it."""
+    if not (isinstance(number, int) and isinstance(pid, int) and isinstance(started_ticks, int | None)):
+        raise ValueError("a node's number, pid and start are numbers")
+    if number < 0 or pid <= 1 or not isinstance(staging, str) or not Path(staging).is_absolute():
+        raise ValueError("a node has a number, a process and a folder")
+    return StartedNode(number=number, pid=pid, started_ticks=started_ticks, staging=staging)
 
 
 def write_leftovers(path: Path, *, claimant: str, terms: str, nodes: Iterable[StartedNode]) -> None:

@@ -139,14 +139,14 @@ class LocalScheduler:
             self._start_failures += 1
             self._on_lost(name, f"its agent could not be started: {error.strerror}")
             return
+        ticks = start_ticks(process.pid)
+        started = StartedNode(number=number, pid=process.pid, started_ticks=ticks, staging=str(staging))
+        self._watch(_Node(started=started, process=process, pidfd=os.pidfd_open(process.pid)))
+        self._write_state()  # before it learns what to do: no node works that a later supervisor would not find
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(settings.encode())
             process.stdin.close()
-        ticks = start_ticks(process.pid)
-        started = StartedNode(number=number, pid=process.pid, started_ticks=ticks, staging=str(staging))
-        self._watch(_Node(started=started, process=process, pidfd=os.pidfd_open(process.pid)))
-        self._write_state()
 
     def _gone(self, node: _Node) -> None:
         self._forget(node)
@@ -204,4 +204,5 @@ class LocalScheduler:
             self._kill(node)
         while self._nodes and time.monotonic() < until + STOP_SECONDS:
             await asyncio.sleep(0.02)
-        self._state_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # whatever stands there in its place, it is not needed
+            self._state_file.unlink(missing_ok=True)

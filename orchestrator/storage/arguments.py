@@ -1,10 +1,12 @@
-"""What every back end refuses before it acts: keys, prefixes and ranges that mean nothing.
+"""What every back end refuses before it acts: keys, prefixes and ranges that mean nothing. And buffers as bytes.
 
 Kept in one place so that a key which the memory store takes in a test is one that a folder takes in production.
 Not here: which keys a job uses (`checkpoint/format`). Called by every back end.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from orchestrator.errors import StoreError
 
@@ -37,6 +39,26 @@ def check_range(key: str, start: int, stop: int | None) -> None:
     """Raises StoreError unless 0 <= start <= stop."""
     if start < 0 or (stop is not None and stop < start):
         raise StoreError(key, f"there are no bytes [{start}, {stop})")
+
+
+def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """The buffers as bytes, without the empty ones."""
+    return [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in buffers if view.nbytes]
+
+
+def bytes_wanted(buffers: Sequence[memoryview]) -> int:
+    """How many bytes the buffers hold."""
+    return sum([view.nbytes for view in buffers])
+
+
+def scatter(data: bytes | memoryview, buffers: Sequence[memoryview]) -> int:
+    """Copy the data into the buffers, one after another, as far as it goes; its size in bytes."""
+    rest = memoryview(data)
+    for view in byte_views(buffers):
+        piece = rest[: len(view)]
+        view[: len(piece)] = piece
+        rest = rest[len(piece) :]
+    return len(data) - len(rest)
 
 
 def _check_part(key: str, part: str) -> None:

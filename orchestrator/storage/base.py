@@ -8,14 +8,14 @@ Guarantees that the checkpoint protocol rests on:
 1. `create` is atomic and exclusive: of any number of writers of one key, in any processes, exactly one
    returns; all others raise `AlreadyExistsError`. Nobody ever sees part of an object.
 2. When `create` returns, the object survives a crash of this process and (folder, S3, GCS) of this machine.
-3. `read` of a key that was created returns exactly the created bytes until it is deleted.
+3. `read` and `read_into` of a key that was created give exactly the created bytes until it is deleted.
 4. `entries` lists only whole objects; an unfinished write is never listed.
 5. Errors are those of `orchestrator.errors.StoreError`'s subtree, chained to what the back end raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,14 @@ class ObjectStore(Protocol):
         """Bytes [start, stop) of the object; `stop=None` means to the end. Short only at the object's end.
 
         Raises NotFoundError, StoreDeniedError, StoreError.
+        """
+        ...
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers, one after another, with the bytes from `start` on; how many bytes were there.
+
+        Fewer than the buffers hold only at the object's end. A buffer is writable, its memory without gaps. What lies
+        in them after an error means nothing. Raises NotFoundError, StoreDeniedError, StoreError.
         """
         ...
 

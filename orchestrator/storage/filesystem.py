@@ -17,12 +17,12 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreDeniedError, StoreError, StoreFullError
-from orchestrator.storage.arguments import TEMPORARY_PREFIX, check_range, key_parts, prefix_parts
+from orchestrator.storage.arguments import TEMPORARY_PREFIX, byte_views, check_range, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -30,6 +30,8 @@ _OPEN_TEMPORARY = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OPEN_OBJECT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_BUFFERS_MAX = os.sysconf("SC_IOV_MAX")
+"""The most that one system call fills."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -49,6 +51,12 @@ class FolderStore:
     def create(self, key: str, pieces: Iterable[Piece]) -> None:
         """See the port. Two flushes to the disk per object, one more for each folder used for the first time."""
         *folders, name = key_parts(key)
+        try:
+            self._create(key, folders, name, pieces)
+        except NotFoundError as error:  # of the folder: nothing is there to be found yet
+            raise StoreError(key, f"the folder {self._root} went away, or cannot be made") from error
+
+    def _create(self, key: str, folders: list[str], name: str, pieces: Iterable[Piece]) -> None:
         with self._made_folder(key, folders) as folder:
             if _exists(folder, name):  # spares writing gigabytes in vain; the link below is what decides
                 raise AlreadyExistsError(key, "is there already")
@@ -68,6 +76,12 @@ class FolderStore:
         with self._opened_object(key) as descriptor, self._translated(key):
             size_bytes = os.fstat(descriptor).st_size
             return _read(descriptor, start, size_bytes if stop is None else min(stop, size_bytes))
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port. The kernel writes into the buffers; nothing is copied here."""
+        check_range(key, start, None)
+        with self._opened_object(key) as descriptor, self._translated(key):
+            return _read_into(descriptor, start, byte_views(buffers))
 
     def size(self, key: str) -> int:
         """See the port."""
@@ -204,6 +218,8 @@ class FolderStore:
             return StoreDeniedError(key, f"there is a file where the folder {self._root} should be")
         if error.errno in (errno.ENOENT, errno.EISDIR):
             return NotFoundError(key, "no such object")
+        if error.errno == errno.ENAMETOOLONG:
+            return StoreDeniedError(key, f"the name of the folder {self._root}, or of the key in it, is too long")
         if error.errno == errno.ELOOP:
             return _link_error(key, key)
         return StoreError(key, f"the folder {self._root} failed: {reason}")
@@ -285,6 +301,29 @@ def _read(descriptor: int, start: int, stop: int) -> bytes:
         pieces.append(piece)
         start += len(piece)
     return b"".join(pieces)  # no copy if it is one piece
+
+
+def _read_into(descriptor: int, start: int, buffers: list[memoryview]) -> int:
+    """Fills the buffers from byte `start` on; how many bytes there were."""
+    position = start
+    for place in range(0, len(buffers), _BUFFERS_MAX):
+        group = buffers[place : place + _BUFFERS_MAX]
+        while group:
+            count = os.preadv(descriptor, group, position)
+            if count == 0:
+                return position - start
+            position += count
+            group = _after(group, count)
+    return position - start
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers when the first `count` bytes are filled."""
+    for place, view in enumerate(buffers):
+        if count < len(view):
+            return [view[count:], *buffers[place + 1 :]]
+        count -= len(view)
+    return []
 
 
 def _collect(folder: int, path: str, beginning: str, found: list[Entry]) -> None:

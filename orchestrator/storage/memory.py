@@ -7,10 +7,10 @@ memory is reached through `storage/peers`. Called by tests and by `orchestrator.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError
-from orchestrator.storage.arguments import check_range, key_parts, prefix_parts
+from orchestrator.storage.arguments import bytes_wanted, check_range, key_parts, prefix_parts, scatter
 from orchestrator.storage.base import Entry, Piece
 
 
@@ -40,6 +40,10 @@ class MemoryStore:
         """See the port."""
         check_range(key, start, stop)
         return self._content(key)[start:stop]
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        return scatter(self.read(key, start, start + bytes_wanted(buffers)), buffers)
 
     def size(self, key: str) -> int:
         """See the port."""

@@ -20,7 +20,7 @@ import json
 import re
 import ssl
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -29,7 +29,7 @@ from typing import Self
 from urllib.parse import quote, urlencode, urlsplit
 
 from orchestrator.errors import ConfigError, NotFoundError, StoreDeniedError, StoreError, StoreFullError
-from orchestrator.storage.arguments import check_range, key_parts, prefix_parts
+from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece
 
 RANGE_BYTES_MAX = 64 << 20
@@ -91,11 +91,31 @@ class PeerStore:
             limit = start + RANGE_BYTES_MAX
             piece, size_bytes = self._read_range(key, path, start, limit if stop is None else min(stop, limit))
             if pieces and not piece:
-                raise StoreError(key, f"ended at {start} bytes, before the size that the peer had announced")
+                raise StoreError(key, _cut_short(start))
             pieces.append(piece)
             start += len(piece)
             stop = size_bytes if stop is None else min(stop, size_bytes)
         return b"".join(pieces)  # no copy if it is one piece
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port. From the socket into the buffers."""
+        check_range(key, start, None)
+        path, rest = _object_path(key), deque(byte_views(buffers))
+        if not rest:
+            self.size(key)
+        position, stop = start, start + bytes_wanted(rest)
+        while position < stop:
+            with self._range(key, path, position, min(stop, position + RANGE_BYTES_MAX)) as (
+                answer,
+                length,
+                size_bytes,
+            ):
+                if length == 0 and position > start:
+                    raise StoreError(key, _cut_short(position))
+                _fill(key, answer, length, rest)
+            position += length
+            stop = min(stop, size_bytes)
+        return position - start
 
     def size(self, key: str) -> int:
         """See the port."""
@@ -128,10 +148,20 @@ class PeerStore:
 
     def _read_range(self, key: str, path: str, start: int, stop: int) -> tuple[bytes, int]:
         """Some bytes from `start` on, at most up to `stop`, and the object's size; no bytes only at its end."""
+        with self._range(key, path, start, stop) as (answer, _, size_bytes):
+            return answer.read(), size_bytes
+
+    @contextmanager
+    def _range(self, key: str, path: str, start: int, stop: int) -> Iterator[tuple[http.client.HTTPResponse, int, int]]:
+        """(answer, bytes of its body, the object's size) to a request for bytes from `start` on, at most up to `stop`.
+
+        The body is empty only at the object's end; then the size is `start`.
+        """
         with self._answer(key, "GET", path, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
             if answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 answer.read(_ERROR_BYTES_MAX)
-                return b"", start
+                yield answer, 0, start
+                return
             _expect(key, answer, HTTPStatus.PARTIAL_CONTENT)
             match = _CONTENT_RANGE.fullmatch(answer.getheader("Content-Range", ""))
             length = _announced_length(key, answer)
@@ -141,7 +171,7 @@ class PeerStore:
             if first != start or not first <= last < min(stop, size_bytes) or length != last - first + 1:
                 problem = f"asked for bytes [{start}, {stop}), the peer sent {match.group()} in {length} bytes"
                 raise StoreError(key, problem)
-            return _body(key, answer, stop - start), size_bytes
+            yield answer, length, size_bytes
 
     @contextmanager
     def _answer(
@@ -239,6 +269,22 @@ def _announced_length(key: str, answer: http.client.HTTPResponse) -> int:
     if not re.fullmatch("[0-9]{1,18}", text):
         raise StoreError(key, f"the peer announced a length of {text!r}")
     return int(text)
+
+
+def _fill(key: str, answer: http.client.HTTPResponse, length: int, buffers: deque[memoryview]) -> None:
+    """Moves a body of that length into the first buffers; what is not filled stays in the queue."""
+    while length:
+        view = buffers.popleft()
+        count = answer.readinto(view[:length])
+        if count == 0:
+            raise StoreError(key, f"the peer broke off {length} bytes before the end of its answer")
+        length -= count
+        if count < len(view):
+            buffers.appendleft(view[count:])
+
+
+def _cut_short(position: int) -> str:
+    return f"ended at {position} bytes, before the size that the peer had announced"
 
 
 def _body(key: str, answer: http.client.HTTPResponse, bytes_max: int) -> bytes:

@@ -44,6 +44,7 @@ class LocalJob:
         self._token = secrets.token_urlsafe(32)
         self._terms = terms_of(config, options.job_url)
         self._claimant = ""
+        self._owner = ""
         self.supervisor: Supervisor | None = None
 
     @property
@@ -57,11 +58,12 @@ class LocalJob:
         return private_folder(Path(self._config.staging), f"{self.state.path.name}-{self._claimant}")
 
     def acquire(self) -> None:
-        """Lock the job on this machine. Raises FencedError if it runs here already.
+        """Lock the job on this machine. Raises FencedError if it runs here already, ConfigError.
 
         A supervisor that died may have left its nodes running; on the same terms this one goes on in its name.
         """
         self.state.acquire()
+        self._owner = self.state.owner()
         left = read_leftovers(self._nodes_file)
         same = left.terms == self._terms and not self._options.take_over and any(node.is_alive() for node in left.nodes)
         self._claimant = left.claimant if same else secrets.token_hex(8)
@@ -75,7 +77,7 @@ class LocalJob:
     async def run(self) -> Finish:
         """Run to the end; everything that was started is gone when this returns."""
         config, options = self._config, self._options
-        owner, staging = self.state.owner(), self.staging
+        owner, staging = self._owner, self.staging
 
         def settings_of(node: str, url: str, token: str, staging: Path) -> str:
             return AgentSettings(

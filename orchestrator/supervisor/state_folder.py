@@ -6,10 +6,12 @@ verbs the address and token of the running supervisor.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import IO
 
 from orchestrator.errors import ConfigError, FencedError, SupervisorError
 from orchestrator.schedulers.leftovers import start_ticks
+
+_OWNER = re.compile(rb"local-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +71,29 @@ class StateFolder:
     def release(self) -> None:
         """Give the lock back."""
         if self._lock is not None:
-            self.address_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file that stays names a process that is gone
+                self.address_path.unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
     def owner(self) -> str:
-        """The owner id, made at the first call: the same for every start of this job from this host and user."""
+        """The owner id, made at the first call: the same for every start of this job from this host and user.
+
+        Raises ConfigError if what stands in its file is none: under a wrong one the job would be another owner's.
+        """
         path = self.path / "owner"
         try:
-            return path.read_text().strip()
+            found = path.read_bytes().strip()
+            if _OWNER.fullmatch(found):
+                return found.decode()
+            problem = "holds no owner id"
         except FileNotFoundError:
             owner = f"local-{secrets.token_hex(8)}"
             _write_private(path, owner)
             return owner
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        raise ConfigError(f"{path} {problem}; remove it and give the command once with --take-over")
 
     def published_token(self) -> str | None:
         """The token of the supervisor that published its address last, if it did."""
@@ -141,8 +155,14 @@ def _published() -> list[SupervisorAddress]:
 
 
 def _write_private(path: Path, text: str) -> None:
+    """Raises ConfigError: without what stands there neither agents nor the next start would find their way."""
     draft = path.with_name(path.name + ".draft")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    draft.rename(path)
+    try:
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the machine may leave an empty file in its place
+        draft.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

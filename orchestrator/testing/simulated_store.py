@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from orchestrator.errors import StoreError
 from orchestrator.storage.base import Entry, ObjectStore, Piece
@@ -92,6 +92,11 @@ class SimulatedStore:
         self._before(key)
         return self._truth.read(key, start, stop)
 
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        self._before(key)
+        return self._truth.read_into(key, start, buffers)
+
     def size(self, key: str) -> int:
         """See the port."""
         self._before(key)
@@ -129,6 +134,11 @@ class SimulatedPeer:
         """See the port."""
         pause(self._weather.latency())
         return self._objects.read(key, start, stop)
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port."""
+        pause(self._weather.latency())
+        return self._objects.read_into(key, start, buffers)
 
     def size(self, key: str) -> int:
         """See the port."""

@@ -19,10 +19,12 @@ from greenlet import GreenletExit, getcurrent
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
 from orchestrator.checkpoint.layout import Scope, ShardPlan, TensorSpec, plan_shard
+from orchestrator.checkpoint.near import NearStore
 from orchestrator.checkpoint.reader import read_committed
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
 from orchestrator.checkpoint.staging import Metadata, SlotFile
+from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FormatError, NotFoundError, StoreError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
@@ -238,7 +240,13 @@ class _Program:
         if launch.base is None:
             return 0, weights_at(0)
         store = self._training.object_stores[launch.objects_url]
-        index = read_committed(store, launch.base)
+        try:
+            return self._read(NearStore(store), launch.base)
+        except (FormatError, StoreError):
+            return self._read(store, launch.base)
+
+    def _read(self, store: ObjectStore, base: CheckpointId) -> tuple[int, torch.Tensor]:
+        index = read_committed(store, base)
         weights = torch.empty(WEIGHTS, dtype=torch.int64)
         read_tensors(store, index, {"weights": weights})
         return index.step, weights

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
 from orchestrator.checkpoint.layout import Scope
+from orchestrator.checkpoint.near import NearStore
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
 from orchestrator.errors import (
     ConfigError,
@@ -26,9 +27,11 @@ from orchestrator.errors import (
     Preempted,
     RefusedError,
     StateError,
+    StoreError,
     SupervisorError,
 )
 from orchestrator.preemption.process import record_signals
+from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.peers import PeerStore
 from orchestrator.training import attached, loaders
 from orchestrator.training.boundary import Boundary, Passing
@@ -101,7 +104,7 @@ class Run:
         store = PeerStore(launch.objects_url, launch.token)
         try:
             self._state = SavedState(launch, self._parts(given), self._sampler, _optimizers(given), accept)
-            self.step = self._state.restore(store)
+            self.step = self._restore(store)
             if self._state.restored:
                 self._plan()
         except RefusedError:
@@ -116,6 +119,13 @@ class Run:
         _warn_about_buckets(given.get("model"), launch)
         if self._state.restored:
             self._say(f"resumed from step {self.step} (checkpoint {launch.base})")
+
+    def _restore(self, store: ObjectStore) -> int:
+        """Load the base from the nearest memory; if anything is wrong with what is there, from the store."""
+        try:
+            return self._state.restore(NearStore(store))
+        except (FormatError, StoreError):
+            return self._state.restore(store)
 
     def _plan(self) -> None:
         """Reserve the slots, and publish what saving needs."""

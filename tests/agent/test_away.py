@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -380,5 +381,20 @@ def test_the_same_supervisor_hears_everything_once_after_a_broken_connection(tmp
         assert [(event.rank, event.step) for event in heard.kinds(Uploaded)] == [(0, 10)]
         assert heard.kinds(IndexDecided) == []
         assert heard.lost == []
+
+    scene.play(story)
+
+
+def test_workers_start_in_a_staging_folder_that_was_tidied_away(tmp_path: Path) -> None:
+    """Whatever cleans /dev/shm (the end of a login session does) costs what was staged, and not the job."""
+    scene = Scene(tmp_path)
+
+    async def story() -> None:
+        await running(scene)
+        shutil.rmtree(scene.folder / "staging")
+        scene.launch(GENERATION + 1)
+        await asyncio.sleep(2)
+        assert len(scene.runtime.launched) == 2
+        assert [event.evidence for event in scene.supervisor.kinds(RankExited) if not event.ended_by_us] == []
 
     scene.play(story)

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from orchestrator.agent.gang import LocalGang
+from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.workers import ProcessRuntime
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, Record, SlotState, WorkerPhase
@@ -57,7 +59,12 @@ def gang_in(folder: Path, count: int = RANKS, first_rank: int = 0) -> LocalGang:
         meeting_port=1,
     )
     return LocalGang(
-        settings_in(folder, workers=count), ProcessRuntime(), action, "http://127.0.0.1:2", "objects token"
+        settings_in(folder, workers=count),
+        ProcessRuntime(),
+        action,
+        "http://127.0.0.1:2",
+        "objects token",
+        inheritance=Inheritance(),
     )
 
 
@@ -65,7 +72,7 @@ def gang_in(folder: Path, count: int = RANKS, first_rank: int = 0) -> LocalGang:
 def gang(tmp_path: Path) -> Iterator[LocalGang]:
     made = gang_in(tmp_path / "staging")
     yield made
-    made.remove_files()
+    made.hand_down(None, lambda _: True)
 
 
 def prepare(gang: LocalGang, ballot: int, step: int) -> None:
@@ -110,7 +117,7 @@ def test_each_rank_gets_a_launch_file_and_a_control_block(tmp_path: Path) -> Non
         assert worker.launch_path.stat().st_mode & 0o777 == 0o600
     for worker in gang.workers:
         worker.slot_paths[0].write_bytes(b"staged")
-    gang.remove_files()
+    gang.hand_down(None, lambda _: True)
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
@@ -471,3 +478,20 @@ def test_an_upload_that_outlives_its_generation_is_told_that_its_slot_is_gone(ga
     gang.workers[0].control.close()
     assert holds() is False
     gang.workers[0].control = ControlBlock.open(gang.workers[0].control.path)
+
+
+def test_a_worker_that_failed_where_its_output_found_no_space_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it printed last is not in the log: without this the sentence would be that it printed nothing."""
+    gang = gang_in(tmp_path / "staging", count=1)
+    worker = gang.workers[0]
+    assert worker.log_path is not None
+    worker.log_path.parent.mkdir(parents=True, exist_ok=True)
+    worker.log_path.write_text("step 3")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    worker.exit_code = 0
+    assert gang.exit_event(worker).evidence == "step 3"
+    worker.exit_code = 1
+    said = f"no space is left in {worker.log_path.parent}, where its output goes"
+    assert gang.exit_event(worker).evidence.splitlines() == ["step 3", said]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.agent.objects import HttpObjectServer
-from orchestrator.agent.staged import DIGEST_SUFFIX, NodeObjects, copy_shard, staged_key
+from orchestrator.agent.staged import DIGEST_SUFFIX, Nearby, NodeObjects, copy_shard, staged_key
 from orchestrator.checkpoint.digest import crc
 from orchestrator.core.messages import CheckpointId, HandOver
 from orchestrator.errors import DigestError, NotFoundError, StoreDeniedError, StoreError
@@ -17,6 +17,7 @@ from orchestrator.storage.memory import MemoryStore
 from orchestrator.storage.peers import PeerStore
 
 CHECKPOINT = CheckpointId(generation=3, step=20)
+NOBODY_NEAR = Nearby("token", PeerStore, lambda _: None)
 KEY = staged_key(CHECKPOINT, 1, 2)
 CONTENT = os.urandom(3 << 20) + b"the end"
 ACTION = HandOver(
@@ -35,7 +36,7 @@ class Node:
         self.freed_after: int | None = None
         self.store = MemoryStore()
         self.store.create("a", [b"of the store"])
-        self.objects = NodeObjects(self.store, self.find)
+        self.objects = NodeObjects(self.store, self.find, NOBODY_NEAR)
 
     def find(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:
         self.asked += 1
@@ -101,7 +102,7 @@ def test_bytes_that_change_while_they_are_copied_are_found_out(node: Node, tmp_p
             return data
 
     with pytest.raises(DigestError, match="arrived with digest"):
-        copy_shard(Changing(node.store, node.find), ACTION, tmp_path / "held")
+        copy_shard(Changing(node.store, node.find, NOBODY_NEAR), ACTION, tmp_path / "held")
     assert not (tmp_path / "held").exists()
 
 

@@ -60,7 +60,7 @@ class Address:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "supervisor.json"
 
-    def write(self, url: str, token: str = "new token", pid: int | None = None, ticks: int | None = None) -> None:
+    def write(self, url: str, token: str = "the token", pid: int | None = None, ticks: int | None = None) -> None:
         pid = os.getpid() if pid is None else pid
         ticks = start_ticks(pid) if ticks is None else ticks
         self.path.write_text(json.dumps({"job": "j", "url": url, "token": token, "pid": pid, "start_ticks": ticks}))
@@ -105,7 +105,7 @@ async def listener() -> AsyncIterator[Listener]:
 
 
 def connector(tmp_path: Path, address: Address, url: str) -> WebSocketConnector:
-    settings = settings_in(tmp_path, supervisor_url=url, token="first token", supervisor_file=address.path)
+    settings = settings_in(tmp_path, supervisor_url=url, token="the token", supervisor_file=address.path)
     return WebSocketConnector(settings)
 
 
@@ -116,7 +116,7 @@ async def test_the_address_of_the_supervisor_that_runs_now_takes_the_place_of_th
     address.write(listener.url)
     socket = await connector(tmp_path, address, "http://127.0.0.1:1")()
     await socket.close()
-    assert listener.tokens == ["Bearer new token"]
+    assert listener.tokens == ["Bearer the token"]
 
 
 @pytest.mark.parametrize("ticks", [1, 12345])
@@ -126,6 +126,14 @@ async def test_a_port_that_a_dead_supervisor_had_is_not_called(
     """Whoever listens there now, perhaps another user, sees no token, gives no orders, and turns nobody away."""
     address.write(listener.url, ticks=ticks)
     with pytest.raises(ConnectionError, match="dead"):
+        await connector(tmp_path, address, listener.url)()
+    assert listener.tokens == []
+
+
+async def test_a_supervisor_of_another_run_is_not_called(tmp_path: Path, address: Address, listener: Listener) -> None:
+    """It may have a node of its own by this one's name: two would speak for one, and both would be given up."""
+    address.write(listener.url, token="another token")
+    with pytest.raises(FencedError, match="another run"):
         await connector(tmp_path, address, listener.url)()
     assert listener.tokens == []
 
@@ -153,6 +161,6 @@ async def test_a_refusal_by_one_whose_place_was_just_taken_means_nothing(
     tmp_path: Path, address: Address, listener: Listener
 ) -> None:
     address.write(listener.url)
-    listener.before_answer = lambda: address.write(listener.url, token="a newer token")
+    listener.before_answer = lambda: address.write(f"{listener.url}/newer")
     with pytest.raises(ConnectionError):
         await connector(tmp_path, address, listener.url)()

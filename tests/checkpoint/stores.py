@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 
 from orchestrator.errors import OrchestratorError
+from orchestrator.storage.arguments import bytes_wanted, scatter
 from orchestrator.storage.base import Entry, ObjectStore, Piece
 from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.memory import MemoryStore
@@ -60,6 +61,9 @@ class CountingStore:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         self.reads.append((key, start, stop))
         return self.inner.read(key, start, stop)
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        return scatter(self.read(key, start, start + bytes_wanted(buffers)), buffers)
 
     def size(self, key: str) -> int:
         return self.inner.size(key)

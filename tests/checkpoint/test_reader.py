@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint import reader
 from orchestrator.checkpoint.digest import crc
 from orchestrator.checkpoint.reader import (
+    STRIDE_BYTES,
     WINDOW_BYTES,
+    Piece,
     Window,
     read_committed,
+    read_pieces,
     read_rank_state,
     verified_windows,
     verify,
@@ -250,3 +254,111 @@ def test_windows_of_neighbouring_ranges_are_joined(saved: tuple[MemoryStore, fmt
     counting.reads.clear()
     list(verified_windows(counting, index, shard, [(0, fmt.BLOCK_BYTES), (fmt.BLOCK_BYTES, 2 * fmt.BLOCK_BYTES)]))
     assert len(counting.reads) == 1 + 1
+
+
+# ------------------------------------------------------------------------------------- pieces, where they belong
+
+
+class Collected:
+    """A sink that keeps what it was given."""
+
+    def __init__(self, length: int) -> None:
+        self.content = bytearray(length)
+        self.calls = 0
+
+    def put(self, offset: int, data: memoryview) -> None:
+        self.content[offset : offset + len(data)] = data
+        self.calls += 1
+
+
+def random_ranges(draw: random.Random, size_bytes: int, *, overlapping: bool) -> list[tuple[int, int]]:
+    """Sorted byte ranges of a shard: some empty, some next to each other, some across blocks."""
+    ranges = []
+    position = draw.randrange(size_bytes)
+    for _ in range(draw.choice([0, 1, 3, 40])):
+        length = min(draw.choice([0, 1, 4096, 100_000, 1 << 20, 5 << 20]), size_bytes - position)
+        ranges.append((position, position + length))
+        if overlapping:
+            position += draw.randrange(length + 1)
+        else:
+            position += length + draw.choice([0, 0, 1, 5000, 1 << 20, 3 << 20])
+        if position >= size_bytes:
+            break
+    return ranges
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pieces_come_to_where_they_belong(
+    saved: tuple[MemoryStore, fmt.Index], seed: int, overlapping: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into memory and into sinks alike, in any mixture; each needed block is read once and no other."""
+    monkeypatch.setattr(reader, "THREADS_MAX", threads)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    draw = random.Random(seed)
+    store, index = saved
+    (shard,) = index.shards
+    whole = store.read(fmt.shard_key(index.id, 0, 1))
+    for _ in range(25):
+        ranges = random_ranges(draw, shard.size_bytes, overlapping=overlapping)
+        memories = [bytearray(last - first) if draw.random() < 0.7 else None for first, last in ranges]
+        sinks = [Collected(last - first) for first, last in ranges]
+        pieces: list[Piece] = [
+            (first, last, sink if memory is None else memoryview(memory))
+            for (first, last), memory, sink in zip(ranges, memories, sinks, strict=True)
+        ]
+        counting = CountingStore(store)
+        read_pieces(counting, index, shard, pieces)
+        for (first, last), memory, sink in zip(ranges, memories, sinks, strict=True):
+            assert (sink.content if memory is None else memory) == whole[first:last], ranges
+        reads = sorted(one for one in counting.reads if one[0].endswith(".safetensors"))
+        read = [b for _, start, stop in reads for b in range(start >> 20, -(-(stop or 0) >> 20))]
+        assert read == sorted(blocks_of(ranges, shard.size_bytes)), ranges
+        assert max([(stop or 0) - start for _, start, stop in reads], default=0) <= STRIDE_BYTES
+
+
+def test_no_pieces_read_nothing(saved: tuple[MemoryStore, fmt.Index]) -> None:
+    store, index = saved
+    counting = CountingStore(store)
+    read_pieces(counting, index, index.shards[0], [])
+    read_pieces(counting, index, index.shards[0], [(5, 5, memoryview(b""))])
+    assert counting.reads == []
+
+
+@pytest.mark.parametrize("position", [0, fmt.BLOCK_BYTES - 1, fmt.BLOCK_BYTES, 9 * fmt.BLOCK_BYTES + 5, -1])
+@pytest.mark.parametrize("kind", ["memory", "sink"])
+def test_a_changed_byte_of_a_piece_is_named_by_shard_and_block(
+    saved: tuple[MemoryStore, fmt.Index], position: int, kind: str
+) -> None:
+    """Also where the byte itself is not wanted. A sink gets nothing of what does not match."""
+    store, index = copy_of(saved[0]), saved[1]
+    (shard,) = index.shards
+    position %= shard.size_bytes
+    change_byte(store, fmt.shard_key(index.id, 0, 1), position)
+    block = position // fmt.BLOCK_BYTES
+    first = block * fmt.BLOCK_BYTES + 4
+    for begin, end in ((0, shard.size_bytes), (first, first + 4)):
+        sink = Collected(end - begin)
+        target = memoryview(bytearray(end - begin)) if kind == "memory" else sink
+        with pytest.raises(DigestError, match=rf"{SHARD}: block {block} "):
+            read_pieces(store, index, shard, [(begin, end, target)])
+        assert bytes(sink.content[position - begin : position - begin + 1]) in (b"", b"\0")
+
+
+@pytest.mark.parametrize("missing", [1, fmt.BLOCK_BYTES, 5 * fmt.BLOCK_BYTES])
+def test_a_piece_that_is_cut_short_is_never_used(saved: tuple[MemoryStore, fmt.Index], missing: int) -> None:
+    store, index = saved
+    (shard,) = index.shards
+    cut = CutStore(store, lambda key, start, stop: max(0, min(stop, shard.size_bytes - missing) - start))
+    target = memoryview(bytearray(shard.size_bytes))
+    with pytest.raises(DigestError, match=r"ends at byte [0-9]+, the index says"):
+        read_pieces(cut, index, shard, [(0, shard.size_bytes, target)])
+
+
+def test_pieces_of_a_shard_that_is_missing(saved: tuple[MemoryStore, fmt.Index]) -> None:
+    store, index = copy_of(saved[0]), saved[1]
+    store.delete(fmt.shard_key(index.id, 0, 1))
+    size_bytes = index.shards[0].size_bytes
+    for last in (1, size_bytes):
+        with pytest.raises(NotFoundError, match=SHARD):
+            read_pieces(store, index, index.shards[0], [(0, last, memoryview(bytearray(last)))])

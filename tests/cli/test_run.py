@@ -90,12 +90,24 @@ def test_a_command_that_cannot_be_run(command: Command, program: str, says: str)
     assert not Path("store").exists()
 
 
-def test_a_file_that_is_not_toml(command: Command) -> None:
-    Path("orchestrator.toml").write_bytes(b"\xff\x00 job = ")
+@pytest.mark.parametrize("content", [b"\xff\x00 job = ", b"save_every = " + b"9" * 5000, b"job = " + b"[" * 5000])
+def test_a_file_that_is_not_toml(command: Command, content: bytes) -> None:
+    Path("orchestrator.toml").write_bytes(content)
     result = command("run", *WORKS)
     assert result.exit_code == 2
     assert errors(result)[0].startswith("orchestrator.toml: not valid TOML")
     assert "settings come from orchestrator.toml" in result.stderr
+
+
+def test_a_truth_is_no_number(command: Command) -> None:
+    """`save_every = true` would be a checkpoint after every step."""
+    Path("orchestrator.toml").write_text("save_every = true\ngrace_seconds = false")
+    result = command("run", "--job", "small", "--store", "store", "--", "true")
+    assert result.exit_code == 2
+    assert errors(result) == [
+        "orchestrator.toml: save_every: is neither true nor false, got true",
+        "orchestrator.toml: grace_seconds: is neither true nor false, got false",
+    ]
 
 
 def test_a_file_that_is_not_there(command: Command) -> None:
@@ -166,33 +178,34 @@ class FakeSupervisor:
 
 
 class FakeTask:
-    """Remembers that it was cancelled."""
+    """Counts how often it was cancelled."""
 
-    cancelled = False
+    cancelled = 0
 
     def cancel(self) -> None:
-        self.cancelled = True
+        self.cancelled += 1
 
 
 @pytest.mark.parametrize(
-    ("numbers", "asked", "ended_at_once"),
+    ("numbers", "asked", "cancelled"),
     [
-        ([signal.SIGTERM], [Request.DRAIN], False),
-        ([signal.SIGHUP], [Request.DRAIN], False),
-        ([signal.SIGTERM, signal.SIGTERM, signal.SIGHUP], [Request.DRAIN], False),
-        ([signal.SIGINT], [Request.DRAIN], False),
-        ([signal.SIGINT, signal.SIGINT], [Request.DRAIN, Request.CANCEL], False),
-        ([signal.SIGTERM, signal.SIGINT], [Request.DRAIN, Request.CANCEL], False),
-        ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], [Request.DRAIN, Request.CANCEL], False),
-        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], [Request.DRAIN, Request.CANCEL], True),
+        ([signal.SIGTERM], [Request.DRAIN], 0),
+        ([signal.SIGHUP], [Request.DRAIN], 0),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGHUP], [Request.DRAIN], 0),
+        ([signal.SIGINT], [Request.DRAIN], 0),
+        ([signal.SIGINT, signal.SIGINT], [Request.DRAIN, Request.CANCEL], 0),
+        ([signal.SIGTERM, signal.SIGINT], [Request.DRAIN, Request.CANCEL], 0),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], [Request.DRAIN, Request.CANCEL], 0),
+        ([signal.SIGINT] * 3, [Request.DRAIN, Request.CANCEL], 1),
+        ([signal.SIGINT] * 5, [Request.DRAIN, Request.CANCEL], 1),  # a second one would cut ending the nodes short
     ],
 )
-def test_signals(numbers: list[int], asked: list[Request], ended_at_once: bool) -> None:
+def test_signals(numbers: list[int], asked: list[Request], cancelled: int) -> None:
     supervisor, task = FakeSupervisor(), FakeTask()
     signals = Signals(SimpleNamespace(supervisor=supervisor), task, Talk(as_json=False))  # type: ignore[arg-type]
     for number in numbers:
         signals.on_signal(number)
-    assert (supervisor.asked, task.cancelled) == (asked, ended_at_once)
+    assert (supervisor.asked, task.cancelled) == (asked, cancelled)
 
 
 # ------------------------------------------------------------------------------------------------ the lines

@@ -183,6 +183,90 @@ def test_many_readers_at_once(stores: Stores) -> None:
         assert all(threads.map(read, range(64)))
 
 
+# ---------------------------------------------------------------------------------------------- read into memory
+
+
+def filled(store: ObjectStore, key: str, start: int, sizes: list[int]) -> tuple[int, bytes]:
+    """What `read_into` returns, and what is then in buffers of those sizes; untouched bytes are dots."""
+    buffers = [memoryview(bytearray(b"." * size)) for size in sizes]
+    count = store.read_into(key, start, buffers)
+    return count, b"".join(buffers)
+
+
+@pytest.mark.parametrize(
+    ("start", "sizes"),
+    [
+        (0, [10]),
+        (0, [1, 2, 3]),
+        (3, [4]),
+        (2, [0, 3, 0, 1, 0]),
+        (8, [1, 1, 5, 2]),
+        (0, [6, 100]),
+        (10, [3]),
+        (50, [2, 2]),
+        (0, []),
+        (4, [0]),
+    ],
+)
+def test_reads_into_buffers(stores: Stores, start: int, sizes: list[int]) -> None:
+    stores.write.create("digits", [b"0123456789"])
+    expected = b"0123456789"[start : start + sum(sizes)]
+    count, content = filled(stores.read, "digits", start, sizes)
+    assert count == len(expected)
+    assert content == expected.ljust(sum(sizes), b".")
+
+
+def test_reads_into_memory_of_any_format(stores: Stores) -> None:
+    numbers = numpy.arange(10_000, dtype=numpy.float64)
+    stores.write.create("numbers", [numbers.data])
+    matrix, rest = numpy.zeros((50, 100)), numpy.zeros(20_000, dtype=numpy.uint32)
+    empty = numpy.zeros((0, 3))
+    count = stores.read.read_into("numbers", 0, [matrix.data, empty.data, rest[:10_000].data, rest[10_000:].data])
+    assert count == numbers.nbytes
+    assert matrix.tobytes() + rest.tobytes()[: 5_000 * 8] == numbers.tobytes()
+
+
+def test_reads_into_very_many_buffers(stores: Stores, seed: int) -> None:
+    """More than one system call takes, of more bytes than one answer brings at once."""
+    draw = numpy.random.default_rng(seed)
+    content = draw.bytes(9_000_001)
+    stores.write.create("large", [content])
+    sizes = [int(size) for size in draw.integers(0, 4_000, size=5_000)]
+    count, found = filled(stores.read, "large", 12_345, sizes)
+    assert 9_000_001 - 12_345 > sum(sizes) == count or count == 9_000_001 - 12_345
+    assert found[:count] == content[12_345 : 12_345 + count]
+
+
+def test_reads_a_large_object_into_one_buffer(stores: Stores, seed: int) -> None:
+    content = numpy.random.default_rng(seed).bytes(9_000_001)
+    stores.write.create("large", [content])
+    assert filled(stores.read, "large", 0, [9_000_001]) == (9_000_001, content)
+    assert filled(stores.read, "large", 5_000_000, [1, 8_000_000])[0] == 4_000_001
+
+
+def test_many_readers_fill_their_buffers_at_once(stores: Stores) -> None:
+    content = bytes(range(256)) * 10_000
+    stores.write.create("key", [content])
+
+    def read(turn: int) -> bool:
+        start = turn * 37_000
+        return filled(stores.read, "key", start, [1000] * 40) == (40_000, content[start : start + 40_000])
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(read, range(64)))
+
+
+def test_what_cannot_be_read_into_buffers(stores: Stores) -> None:
+    stores.write.create("folder/there", [b"x"])
+    for key in ("missing", "folder", "folder/there/below"):
+        for sizes in ([1], [], [0]):
+            with pytest.raises(NotFoundError) as caught:
+                filled(stores.read, key, 0, sizes)
+            assert caught.value.key == key
+    with pytest.raises(StoreError):
+        filled(stores.read, "folder/there", -1, [1])
+
+
 # ---------------------------------------------------------------------------------------------- what is not there
 
 
@@ -230,6 +314,7 @@ def test_bad_keys_are_refused(stores: Stores, key: str) -> None:
         lambda: stores.write.create(key, [b"x"]),
         lambda: stores.write.delete(key),
         lambda: stores.read.read(key),
+        lambda: stores.read.read_into(key, 0, [memoryview(bytearray(1))]),
         lambda: stores.read.size(key),
     ):
         with pytest.raises(StoreError) as caught:

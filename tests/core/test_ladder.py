@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import pytest
 
 from orchestrator.core.ladder import (
     FREE_RESTARTS,
     PAUSE_SECONDS_MAX,
-    SOURCES,
     Attempt,
     Rung,
-    Source,
     climb,
     evidence,
     growing_seconds,
+    may_read_memory,
     pause_seconds,
 )
 from orchestrator.core.messages import CheckpointId
@@ -25,10 +22,7 @@ NEWEST, OLDER, OLDEST = (CheckpointId(generation=6, step=step) for step in (40, 
 
 def failed(*bases: CheckpointId | None) -> list[Attempt]:
     """One failed generation from each of these bases."""
-    return [
-        Attempt(generation=number, base=base, source=Source.STORE, how=f"failed {number}")
-        for number, base in enumerate(bases, start=1)
-    ]
+    return [Attempt(generation=number, base=base, how=f"failed {number}") for number, base in enumerate(bases, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -55,23 +49,12 @@ def test_the_rungs(bases: list[CheckpointId | None], failures_max: int, rung: Ru
     assert choice.reason
 
 
-def test_a_faster_source_comes_first_and_the_store_is_the_next_rung() -> None:
-    """With one source more in the list, the ladder has one rung more."""
-
-    class Place(StrEnum):
-        MEMORY = "memory"
-        STORE = "store"
-
-    memory, store = (
-        Attempt(generation=1, base=NEWEST, source=place, how="x")  # type: ignore[arg-type]
-        for place in Place
-    )
-    rungs = [
-        climb(attempts, failures_max=1, sources=tuple(Place)).rung
-        for attempts in ([memory], [memory] * 2, [memory] * 2 + [store], [memory] * 2 + [store] * 2)
-    ]
-    assert rungs == [Rung.AGAIN, Rung.SOURCE, Rung.AGAIN, Rung.OLDER]
-    assert SOURCES == (Source.STORE,)
+def test_memory_is_believed_once() -> None:
+    """After a failure the next start reads its base from memory; if that fails too, the ones after it use the store."""
+    assert may_read_memory([], NEWEST)
+    assert may_read_memory(failed(NEWEST), NEWEST)
+    assert not may_read_memory(failed(NEWEST, NEWEST), NEWEST)
+    assert may_read_memory(failed(NEWEST, NEWEST, OLDER), OLDER)
 
 
 def test_whatever_fails_the_ladder_ends() -> None:
@@ -92,7 +75,7 @@ def test_the_evidence_names_generations_bases_and_ends_and_is_short() -> None:
     )
     many = evidence(failed(*[NEWEST] * 20))
     assert "12 earlier ones; generation 13" in many
-    assert len(str(Attempt(generation=1, base=None, source=Source.STORE, how="x" * 10_000))) < 300
+    assert len(str(Attempt(generation=1, base=None, how="x" * 10_000))) < 300
 
 
 def test_generations_without_a_commit_come_slower_and_slower() -> None:

@@ -138,7 +138,11 @@ def render(actions: tuple[Action, ...]) -> list[str]:
 
 def call(action: Action) -> str:
     """Name(field=value, …), with the node left open."""
-    shown = (f"{name}=" + ("{node}" if name == "node" else value(getattr(action, name))) for name in names(action))
+    shown = (
+        f"{name}=" + ("{node}" if name == "node" else value(getattr(action, name)))
+        for name in names(action)
+        if name != "holders" or getattr(action, name)
+    )
     return f"{type(action).__name__}({', '.join(shown)})"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.schedulers.leftovers import StartedNode, start_ticks, write_leftovers
+from orchestrator.schedulers.leftovers import StartedNode, read_leftovers, start_ticks, write_leftovers
 from orchestrator.schedulers.local import LocalScheduler
 
 SLEEPER = (sys.executable, "-S", "-c", "import sys, time; sys.stdin.read(); time.sleep(60)")
@@ -125,7 +125,7 @@ async def test_what_a_dead_supervisor_left_on_other_terms_is_ended(scene: Scene,
     assert await successor.start() == ()
     await until(lambda: len(scene.lost) == 2)
     assert [start_ticks(pid) for pid in old] == [None, None]
-    assert not (scene.staging / "node-1").exists()
+    assert not scene.staging.exists()
     successor.scheduler.request(1)
     await until(lambda: len(successor.pids()) == 1)
     assert [info.node for info in successor.scheduler.nodes()] == ["node-2"]
@@ -140,6 +140,47 @@ async def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
     write_leftovers(scene.state_file, claimant="claimant", terms="these terms", nodes=[me])
     assert await scene.start() == ()
     assert scene.lost == []
+
+
+@pytest.mark.parametrize("change", [{"number": "0"}, {"pid": -1}, {"pid": 1}, {"staging": 5}, {"staging": ""}])
+async def test_a_file_of_nodes_that_is_not_ours_is_no_list_of_nodes(tmp_path: Path, change: dict[str, object]) -> None:
+    """Processes are killed and folders removed by what it says: nothing is, unless all of it is as it was written."""
+    scene = Scene(tmp_path)
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    node = {"number": 0, "pid": os.getpid(), "started_ticks": 1, "staging": str(staging)}
+    body = {"claimant": "claimant", "terms": "these terms", "nodes": [node, {**node, **change}]}
+    scene.state_file.write_text(json.dumps(body))
+    assert await scene.start() == ()
+    assert staging.is_dir()
+
+
+@pytest.mark.parametrize("content", ["", "null", '{"nodes"', "[" * 100_000, "\udcff"])
+async def test_a_file_of_nodes_that_is_not_whole(tmp_path: Path, content: str) -> None:
+    scene = Scene(tmp_path)
+    scene.state_file.write_text(content, errors="surrogateescape")
+    assert await scene.start() == ()
+    await scene.scheduler.stop()
+
+
+async def test_a_folder_where_the_file_of_nodes_should_be(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.state_file.mkdir()
+    assert await scene.start() == ()
+    await scene.scheduler.stop()
+
+
+async def test_a_node_is_written_down_before_it_learns_what_to_do(tmp_path: Path) -> None:
+    """A supervisor that is killed in between leaves no node that works and that the next one does not find."""
+    told = "import sys, pathlib; sys.stdin.read(); folder = pathlib.Path(sys.argv[1])"
+    copies = "(folder / 'seen').write_bytes((folder / 'nodes.json').read_bytes()); import time; time.sleep(60)"
+    scene = Scene(tmp_path, command=(sys.executable, "-S", "-c", f"{told}; {copies}", str(tmp_path)))
+    await scene.start()
+    scene.scheduler.request(1)
+    await until(lambda: read_leftovers(tmp_path / "seen").nodes != ())
+    assert [node.pid for node in read_leftovers(tmp_path / "seen").nodes] == scene.pids()
+    os.kill(scene.pids()[0], signal.SIGKILL)
+    await scene.scheduler.stop()
 
 
 async def test_the_token_is_not_on_the_command_line(scene: Scene) -> None:

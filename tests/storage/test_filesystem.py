@@ -43,6 +43,24 @@ def test_nothing_is_made_before_the_first_create(tmp_path: Path) -> None:
     assert (root / "key").read_bytes() == b"x"
 
 
+def test_a_root_that_went_away_is_not_made_again(tmp_path: Path) -> None:
+    """What is written now belongs to what was written before."""
+    store = FolderStore(tmp_path / "store")
+    store.create("key", [b"x"])
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="went away") as caught:
+        store.create("other", [b"x"])
+    assert not isinstance(caught.value, NotFoundError)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_name_that_is_too_long_will_not_become_shorter(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / ("n" * 300))
+    for attempt in (lambda: store.create("key", [b"x"]), lambda: list(store.entries("")), lambda: store.read("key")):
+        with pytest.raises(StoreDeniedError, match="too long"):
+            attempt()
+
+
 def test_flushes_the_file_before_the_link_and_the_folder_after(
     store: FolderStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +218,7 @@ def test_a_folder_without_permission(store: FolderStore, tmp_path: Path) -> None
 
 
 def test_a_key_too_long_for_the_file_system(store: FolderStore) -> None:
-    with pytest.raises(StoreError, match="File name too long"):
+    with pytest.raises(StoreError, match="too long"):
         store.create("x" * 300, [b"x"])
 
 

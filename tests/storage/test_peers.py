@@ -117,6 +117,9 @@ def test_a_server_may_send_less_than_asked(monkeypatch: pytest.MonkeyPatch) -> N
     with served(store) as base_url, PeerStore(base_url, TOKEN) as reader:
         assert reader.read("key") == content
         assert reader.read("key", 7, 4007) == content[7:4007]
+        buffers = [memoryview(bytearray(size)) for size in (999, 1, 0, 1500, 400, 1100, 99_999)]
+        assert reader.read_into("key", 7, buffers) == len(content) - 7
+        assert b"".join(buffers)[: len(content) - 7] == content[7:]
 
 
 # ---------------------------------------------------------------------------------------------- broken connections
@@ -203,6 +206,8 @@ def test_a_read_that_fails_halfway_is_no_short_read(
     with served(store) as base_url, PeerStore(base_url, TOKEN) as reader:
         with pytest.raises(StoreError, match="broke off in the middle"):
             reader.read("key")
+        with pytest.raises(StoreError, match="broke off"):
+            reader.read_into("key", 0, [memoryview(bytearray(400)), memoryview(bytearray(400))])
         assert reader.read("key", 0, 500) == bytes(500)
 
 
@@ -249,6 +254,9 @@ def test_lies_about_ranges(headers: list[str]) -> None:
         with PeerStore(address, TOKEN) as reader, pytest.raises(StoreError) as caught:
             reader.read("key", 0, 10)
     assert type(caught.value) is StoreError
+    with answering(http("206 Partial Content", *headers, body=b"good")) as (address, _):
+        with PeerStore(address, TOKEN) as reader, pytest.raises(StoreError):
+            reader.read_into("key", 0, [memoryview(bytearray(4)), memoryview(bytearray(6))])
 
 
 def test_an_object_that_ends_before_its_size() -> None:
@@ -257,6 +265,9 @@ def test_an_object_that_ends_before_its_size() -> None:
     with answering(first, second) as (address, _):
         with PeerStore(address, TOKEN) as reader, pytest.raises(StoreError, match="ended at 4 bytes"):
             reader.read("key")
+    with answering(first, second) as (address, _):
+        with PeerStore(address, TOKEN) as reader, pytest.raises(StoreError, match="ended at 4 bytes"):
+            reader.read_into("key", 0, [memoryview(bytearray(8))])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from orchestrator.clock import SystemClock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import GangReturned, NodeJoined
 from orchestrator.core.states import JobSpec, Phase
-from orchestrator.errors import FencedError
+from orchestrator.errors import ConfigError, FencedError
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.schedulers.leftovers import StartedNode, start_ticks, write_leftovers
 from orchestrator.supervisor.local_job import LocalJob, LocalJobOptions, terms_of
@@ -179,6 +179,37 @@ def test_it_goes_on_in_the_name_of_the_one_whose_nodes_it_takes_back(
         assert (job._claimant == "the first") is same
     finally:
         job.state.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"somebody else"])
+def test_an_owner_that_is_not_whole_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = LocalJob(config(tmp_path), LocalJobOptions(job_url="url"))
+    job.state.path.mkdir(parents=True)
+    (job.state.path / "owner").write_bytes(content)
+    with pytest.raises(ConfigError, match="owner holds no owner id; remove it"):
+        job.acquire()
+    job.state.release()
+
+
+@pytest.mark.parametrize("name", ["owner", "supervisor.json"])
+def test_a_state_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = LocalJob(config(tmp_path), LocalJobOptions(job_url="url"))
+    (job.state.path / f"{name}.draft").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{name} cannot be written: Is a directory"):
+        start(job)
+    job.state.release()
+
+
+def start(job: LocalJob) -> None:
+    """What writes into the state folder before the first node is asked for."""
+    job.acquire()
+    job.state.publish("http://127.0.0.1:1", "token")
 
 
 def test_beside_a_living_supervisor_nothing_is_taken_and_nothing_is_changed(

@@ -1,0 +1,195 @@
+"""All that the benchmarks call of the checkpoint engine, in one place: when the engine changes, this follows.
+
+Nothing is done in another way than a job does it: a rank's state is captured, planned and staged by
+`training.saved_state`, uploaded by `agent.uploads`, committed by `checkpoint.save`, read by `checkpoint.restore`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from orchestrator.agent import uploads
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.launch import Launch
+from orchestrator.checkpoint.layout import plan_shard
+from orchestrator.checkpoint.reader import read_committed
+from orchestrator.checkpoint.restore import read_tensors
+from orchestrator.checkpoint.save import ShardPlace, commit
+from orchestrator.checkpoint.slots import SLOTS, ControlBlock
+from orchestrator.checkpoint.staging import Metadata, SlotFile
+from orchestrator.clock import SystemClock
+from orchestrator.core.messages import CheckpointId
+from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.opening import open_store
+from orchestrator.storage.peers import PeerStore
+from orchestrator.training.parts import Captured, ModelPart
+from orchestrator.training.saved_state import SavedState
+from orchestrator.training.session import Run
+
+GENERATION = 1
+TOKEN = "of-a-benchmark"
+ROOT = Path(__file__).parents[1]
+
+
+def model_of(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module whose parameters are these tensors, without a copy."""
+    model = torch.nn.Module()
+    for name, tensor in tensors.items():
+        model.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    return model
+
+
+def launch(staging: Path, rank: int = 0, world_size: int = 1) -> Launch:
+    """A worker's place in a job that is not there."""
+    return Launch(
+        job="benchmark",
+        generation=GENERATION,
+        rank=rank,
+        world_size=world_size,
+        local_world_size=1,
+        base=None,
+        control_path=staging / f"{rank}.control",
+        slot_paths=(staging / f"{rank}.slot-0", staging / f"{rank}.slot-1"),
+        objects_url="http://127.0.0.1:1",
+        token=TOKEN,
+        attached=False,
+        agent_pid=os.getpid(),
+    )
+
+
+# -------------------------------------------------------------------------------------------------- saving
+
+
+class Rank:
+    """One rank that saves: its own side (`stage`) and its agent's (`upload`)."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], staging: Path, *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._place = launch(staging, rank, world_size)
+        self._state = SavedState(self._place, [ModelPart("model", model_of(tensors))], None, [], ())
+        self.slot_bytes = self._state.plan()
+        self.slots_bytes = SLOTS * self.slot_bytes
+        """Reserved in memory for as long as the job runs."""
+
+    def stage(self, step: int) -> int:
+        """What a worker does at the boundary of an agreed step; bytes of the shard."""
+        return self._state.stage(step % SLOTS, step, ())
+
+    def upload(self, store: ObjectStore, step: int, size_bytes: int) -> None:
+        """What the agent does with a staged shard, at normal priority: nothing else shall run beside it here."""
+        place = ShardPlace(
+            job=self._place.job,
+            checkpoint=checkpoint_of(step),
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            absent=(),
+        )
+        asyncio.run(_upload(store, place, self._place.slot_paths[step % SLOTS], size_bytes))
+
+    def save(self, store: ObjectStore, step: int) -> None:
+        """A blocking save of a job of this rank alone: staged, durable, committed."""
+        self.upload(store, step, self.stage(step))
+        commit(store, checkpoint_of(step))
+
+
+async def _upload(store: ObjectStore, place: ShardPlace, path: Path, size_bytes: int) -> None:
+    uploads.UPLOAD_NICE = 0
+    pool = uploads.Uploads(store, SystemClock(), 1)
+    try:
+        await pool.start(place, path, size_bytes, lambda: True)
+    finally:
+        pool.close()
+
+
+def commit_step(store: ObjectStore, step: int) -> None:
+    """The index, once all shards are there."""
+    if not commit(store, checkpoint_of(step)):
+        raise SystemExit(f"the checkpoint of step {step} was not committed")
+
+
+def checkpoint_of(step: int) -> CheckpointId:
+    """Of the one generation here."""
+    return CheckpointId(generation=GENERATION, step=step)
+
+
+class BareSlot:
+    """A slot alone: planned once, staged without capturing the state anew."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+        captured = Captured()
+        objects = {"model": ModelPart("model", model_of(tensors)).capture(captured)}
+        self._tensors = captured.tensors
+        self._metadata = Metadata(values={"objects": objects}, rank_values={}, gate={})
+        self._plan = plan_shard(
+            captured.specs(), rank=0, world_size=1, absent=(), metadata_bytes=self._metadata.size_bytes()
+        )
+        self._slot = SlotFile(path)
+        self._slot.reserve(self._plan.size_bytes)
+
+    def stage(self) -> None:
+        """Header and tensors into the slot."""
+        self._slot.stage(self._plan, self._tensors, self._metadata)
+
+
+# ------------------------------------------------------------------------------------------------- loading
+
+
+def open_folder(folder: Path) -> ObjectStore:
+    """A store in a folder."""
+    return open_store(str(folder))
+
+
+def load(store: ObjectStore, checkpoint: CheckpointId, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Into existing tensors of the names that `Rank` was given, every byte verified."""
+    index = read_committed(store, checkpoint)
+    read_tensors(store, index, {f"model.{name}": tensor for name, tensor in tensors.items()})
+
+
+def needed_bytes(store: ObjectStore, checkpoint: CheckpointId, names: Sequence[str]) -> int:
+    """What the tensors of these names take in the shards, rounded to whole digest blocks."""
+    index = read_committed(store, checkpoint)
+    blocks: set[tuple[int, int]] = set()
+    for name in names:
+        for chunk in index.chunks(f"model.{name}"):
+            touched = range(chunk.first_byte // fmt.BLOCK_BYTES, -(-chunk.last_byte // fmt.BLOCK_BYTES))
+            blocks |= {(chunk.rank, block) for block in touched}
+    sizes = {rank: record.size_bytes for rank, record in index.by_rank.items()}
+    return sum(min(fmt.BLOCK_BYTES, sizes[rank] - block * fmt.BLOCK_BYTES) for rank, block in blocks)
+
+
+@contextmanager
+def through_agent(folder: Path) -> Iterator[ObjectStore]:
+    """The same folder as a worker sees it: served over HTTP by the agent's object server in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.object_server", str(folder), TOKEN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            with PeerStore(server.stdout.readline().strip(), TOKEN) as store:
+                yield store
+        finally:
+            server.stdin.close()  # it ends with its input
+            server.wait(timeout=30)
+
+
+# ------------------------------------------------------------------------------------------------ boundary
+
+
+@contextmanager
+def attached(tensors: Mapping[str, torch.Tensor], staging: Path) -> Iterator[Run]:
+    """A worker with its control block, and an agent that wants nothing."""
+    place = launch(staging)
+    control = ControlBlock.create(place.control_path, generation=GENERATION, rank=0, world_size=1)
+    try:
+        yield Run(place, {"model": model_of(tensors)}, ())
+    finally:
+        control.close()

@@ -1,0 +1,190 @@
+"""What a new gang takes over from the one before: slot files, and the base's shards in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.agent.gang import LocalGang
+from orchestrator.agent.inheritance import HeldShard, Inheritance
+from orchestrator.agent.staged import Nearby, NodeObjects
+from orchestrator.agent.workers import ProcessRuntime
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.near import NearStore
+from orchestrator.checkpoint.slots import SlotState
+from orchestrator.core.messages import CheckpointId, Holder, LaunchWorkers, Prepare
+from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.memory import MemoryStore
+from tests.agent.settings import settings_in
+
+BASE = CheckpointId(generation=3, step=20)
+
+
+def gang_in(
+    folder: Path,
+    *,
+    generation: int,
+    count: int = 2,
+    base: CheckpointId | None = None,
+    inheritance: Inheritance | None = None,
+    holders: tuple[Holder, ...] = (),
+) -> LocalGang:
+    folder.mkdir(exist_ok=True)
+    action = LaunchWorkers(
+        node="node-1",
+        generation=generation,
+        world_size=count,
+        first_rank=0,
+        count=count,
+        base=base,
+        meeting_address="127.0.0.1",
+        meeting_port=1,
+        holders=holders,
+    )
+    settings = settings_in(folder, workers=count)
+    url, token = "http://127.0.0.1:2", "objects token"
+    return LocalGang(settings, ProcessRuntime(), action, url, token, inheritance=inheritance or Inheritance())
+
+
+def stage(gang: LocalGang, index: int, step: int) -> None:
+    """Every worker has staged the step in that slot."""
+    for worker in gang.workers:
+        content = content_of(worker.rank, step)
+        worker.slot_paths[index].write_bytes(content + bytes(100))
+        worker.slot_paths[1 - index].touch()
+        worker.control.finish_slot(index, gang.generation, step, len(content), 0)
+
+
+def content_of(rank: int, step: int) -> bytes:
+    return f"rank {rank} at step {step}".encode()
+
+
+def held(gang: LocalGang, rank: int) -> bytes | None:
+    found = gang.staged_shard(BASE, rank)
+    return None if found is None else found[0].read_bytes()[: found[1]]
+
+
+def nobody_reads(path: Path) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_bases_shards_stay_until_the_new_gang_trains(tmp_path: Path, index: int) -> None:
+    old = gang_in(tmp_path, generation=3)
+    stage(old, index, 20)
+    new = gang_in(tmp_path, generation=4, base=BASE, inheritance=old.hand_down(BASE, nobody_reads))
+    assert [held(new, rank) for rank in (0, 1)] == [content_of(0, 20), content_of(1, 20)]
+    assert [worker.control.slot(0).state for worker in new.workers] == [SlotState.FREE] * 2
+    assert [worker.control.slot(1).state for worker in new.workers] == [SlotState.STAGED] * 2
+    new.free(lambda step: True, nobody_reads)
+    assert held(new, 0) is not None, "it is no step of this generation"
+    assert list(new.observe()) == [], "nobody has staged anything"
+    new.prepare(Prepare(node="node-1", generation=4, ballot=1, step=25))
+    assert [held(new, rank) for rank in (0, 1)] == [None, None]
+    assert [worker.control.slot(1).state for worker in new.workers] == [SlotState.FREE] * 2
+    new.hand_down(None, lambda _: True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gang_that_never_trained_hands_the_base_on(tmp_path: Path) -> None:
+    """Two restarts in a row from one base; between them other ranks live here."""
+    old = gang_in(tmp_path, generation=3, count=1)
+    stage(old, 0, 20)
+    second = gang_in(tmp_path, generation=4, count=2, base=BASE, inheritance=old.hand_down(BASE, nobody_reads))
+    third = gang_in(tmp_path, generation=5, count=1, base=BASE, inheritance=second.hand_down(BASE, nobody_reads))
+    assert held(third, 0) == content_of(0, 20)
+
+
+def test_another_base_makes_all_slots_free(tmp_path: Path) -> None:
+    old = gang_in(tmp_path, generation=3)
+    stage(old, 0, 20)
+    other = CheckpointId(generation=2, step=20)
+    inheritance = old.hand_down(other, nobody_reads)
+    assert (len(inheritance.held), len(inheritance.spare)) == (0, 4)
+    new = gang_in(tmp_path, generation=4, base=other, inheritance=inheritance)
+    assert held(new, 0) is None
+    assert all(path.exists() for worker in new.workers for path in worker.slot_paths), "the memory is used again"
+
+
+def test_a_slot_that_is_still_read_is_not_written_again(tmp_path: Path) -> None:
+    old = gang_in(tmp_path, generation=3, count=1)
+    stage(old, 0, 20)
+    read = old.workers[0].slot_paths[0]
+    inheritance = old.hand_down(None, lambda path: path == read)
+    assert inheritance == Inheritance(spare=(old.workers[0].slot_paths[1],))
+    assert not read.exists()
+
+
+def test_what_is_too_much_for_the_new_gang_is_removed(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abcd"]
+    for path in paths:
+        path.touch()
+    shards = tuple(
+        HeldShard(checkpoint=BASE, rank=rank, path=path, size_bytes=0) for rank, path in enumerate(paths[:2])
+    )
+    slots = [(tmp_path / "slot-0", tmp_path / "slot-1")]
+    moved = list(Inheritance(held=shards, spare=tuple(paths[2:])).move(slots))
+    assert [shard.rank for shard in moved if shard] == [0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["slot-0", "slot-1"]
+
+
+class Counted(MemoryStore):
+    """A store that counts reads."""
+
+    reads = 0
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        self.reads += 1
+        return super().read(key, start, stop)
+
+
+def objects_of(gang: LocalGang, store: ObjectStore, nearby: Nearby) -> NodeObjects:
+    return NodeObjects(store, gang.staged_shard, nearby)
+
+
+def test_a_shard_comes_from_this_node_then_from_another_then_from_the_store(tmp_path: Path) -> None:
+    gangs: list[LocalGang] = []
+    for name in ("a", "b"):
+        old = gang_in(tmp_path / name, generation=3)
+        stage(old, 0, 20)
+        inheritance = old.hand_down(BASE, nobody_reads)
+        # each node still has the shard of one rank: a that of rank 0, b that of rank 1
+        kept = tuple(shard for shard in inheritance.held if shard.rank == len(gangs))
+        inheritance = Inheritance(held=kept)
+        holders = (Holder(first_rank=1, count=1, objects_url="http://b"),)
+        gangs.append(gang_in(tmp_path / name, generation=4, base=BASE, inheritance=inheritance, holders=holders))
+    store = Counted()
+    keys = [fmt.shard_key(BASE, rank, 2) for rank in (0, 1)]
+    for rank, key in enumerate(keys):
+        store.create(key, [content_of(rank, 20)])
+    far = Nearby("token", never, lambda rank: None)
+    opened: list[str] = []
+
+    def open_peer(url: str, token: str) -> Opened:
+        opened.append(url)
+        return Opened(objects_of(gangs[1], store, far))
+
+    near = NearStore(objects_of(gangs[0], store, Nearby("token", open_peer, gangs[0].holder_url)))
+    assert [near.read(key, 5) for key in keys] == [content_of(rank, 20)[5:] for rank in (0, 1)]
+    assert (store.reads, opened) == (0, ["http://b"])
+    gangs[1].prepare(Prepare(node="node-1", generation=4, ballot=1, step=25))
+    assert [near.read(key) for key in (keys[1], keys[1], keys[0])] == [content_of(rank, 20) for rank in (1, 1, 0)]
+    assert (store.reads, opened) == (2, ["http://b"]), "a node that has failed is not asked again"
+
+
+class Opened:
+    """An open peer."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    def __enter__(self) -> ObjectStore:
+        return self._objects
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+def never(url: str, token: str) -> Opened:
+    raise AssertionError(url)
