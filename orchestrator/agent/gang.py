@@ -199,8 +199,10 @@ class LocalGang:
             worker.seen = (image, self.record)
             yield from self._observe_start(worker)
             yield from self._observe_agreement(worker, echoed)
+            # The step is read before the slots: whoever is seen past a step has what it staged there seen as well.
+            moved = list(self._observe_progress(worker))
             yield from self._observe_slots(worker)
-            progress.extend(self._observe_progress(worker))
+            progress.extend(moved)
         node, generation = self.settings.node, self.generation
         if progress:
             yield Progress(node=node, generation=generation, ranks=tuple(progress))
@@ -367,14 +369,16 @@ class LocalGang:
                     yield worker, slot.index, slot.size_bytes
 
     def free(self, may_free: Callable[[int], bool], reading: Callable[[Path], bool]) -> None:
-        """Free the staged slots whose step may be freed and that nobody reads."""
+        """Free the staged slots whose step may be freed and that nobody reads, and those that were given up.
+
+        A worker reports that it passed a step only once nothing of it writes that step's slot any more.
+        """
         for worker in self.workers:
-            for slot in worker.control.slots() if worker.control.holds_staged else ():
-                if (
-                    slot.state is SlotState.STAGED
-                    and may_free(slot.step)
-                    and not reading(worker.slot_paths[slot.index])
-                ):
+            passed = worker.control.passed
+            for slot in worker.control.slots() if worker.control.holds_any else ():
+                staged = slot.state is SlotState.STAGED and may_free(slot.step)
+                given_up = slot.state is SlotState.WRITING and passed is not None and slot.step <= passed
+                if (staged and not reading(worker.slot_paths[slot.index])) or given_up:
                     worker.control.free_slot(slot.index)
 
     def remove_files(self) -> None:

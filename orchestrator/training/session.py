@@ -111,15 +111,15 @@ class Run:
             raise
         finally:
             store.close()
-        self._boundary = Boundary(self._control, launch, self._state.stage, self._alone)
+        self._boundary = Boundary(self._control, launch, self._state.stager, self._alone)
         _warn_about_buckets(given.get("model"), launch)
         if self._state.restored:
             self._say(f"resumed from step {self.step} (checkpoint {launch.base})")
 
     def _plan(self) -> None:
         """Reserve the slots, and publish what saving needs."""
-        slot_bytes = self._state.plan()
-        self._control.set_unique_bytes(self._state.unique_bytes)
+        slot_bytes = self._state.stager.plan(self.step)
+        self._control.set_unique_bytes(self._state.stager.unique_bytes)
         self._control.set_slot_bytes(slot_bytes)
 
     def _refuse_world_size(self) -> None:
@@ -165,7 +165,12 @@ class Run:
         return self._state.restored
 
     def save(self) -> None:
-        """Ask for a checkpoint at the next step that all ranks can agree on; returns at once."""
+        """Ask for a checkpoint at the next step that all ranks can agree on; returns at once.
+
+        What is being staged beside the training is complete when this returns: from then until the next boundary the
+        script may write its parameters as it likes.
+        """
+        self._state.stager.join()
         self._control.ask_save()
 
     # -- the loop ----------------------------------------------------------------------------------------
@@ -181,9 +186,12 @@ class Run:
             self._control.set_phase(WorkerPhase.REFUSED)
             raise StateError("until", f"the checkpoint is of step {self.step}, beyond the last step {until}")
         self._begin(until)
-        while self.step < until:
-            yield self.step
-            self._complete(self.step + 1, final=self.step + 1 == until)
+        try:
+            while self.step < until:
+                yield self.step
+                self._complete(self.step + 1, final=self.step + 1 == until)
+        finally:  # the script may have left the loop
+            self._state.stager.join()
         self._control.set_phase(WorkerPhase.FINISHED)
 
     def after_step(self, step: int, until: int | None = None) -> None:
@@ -222,7 +230,7 @@ class Run:
             self._sampler.advance()
         self.step = step
         try:
-            if not self._state.planned:
+            if not self._state.stager.planned:
                 self._plan()
             passing = self._boundary.at(step, final=final)
         except RefusedError:
@@ -233,6 +241,7 @@ class Run:
         elif final and self._launch.attached:
             self._await_last_commit(passing)
         elif self._launch.attached and self._control.signal and self._alone():
+            self._state.stager.join()
             raise Preempted(f"left on a signal at step {step}, without a new checkpoint: the supervisor has ended")
 
     def _await_last_commit(self, passing: Passing) -> None:

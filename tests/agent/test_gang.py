@@ -36,7 +36,7 @@ from orchestrator.core.messages import (
     Staged,
     Verdict,
 )
-from orchestrator.training.boundary import Boundary, Passing
+from orchestrator.training.boundary import Boundary, Finish, Order, Passing
 from tests.agent.settings import settings_in
 
 RANKS = 3
@@ -363,16 +363,19 @@ class Trainer(threading.Thread):
         super().__init__(daemon=True)
         place = Launch.read(worker_launch)
         self.control = ControlBlock.open(place.control_path)
-        self.boundary = Boundary(self.control, place, self.stage)
+        self.boundary = Boundary(self.control, place, self)
         self.draw = random.Random(seed)
         self.step = 0
         self.staged: list[int] = []
         self.stop = threading.Event()
 
-    def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
-        assert step == self.step
-        self.staged.append(step)
-        return 4096
+    def stage(self, order: Order, finish: Finish) -> None:
+        assert order.step == self.step
+        self.staged.append(order.step)
+        finish(4096, 1000)
+
+    def join(self) -> None:
+        """Nothing is ever under way."""
 
     def run(self) -> None:
         self.boundary.start()

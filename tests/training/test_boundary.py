@@ -10,7 +10,7 @@ import pytest
 from orchestrator.checkpoint import slots
 from orchestrator.checkpoint.slots import ControlBlock, Record, SlotState, WorkerPhase
 from orchestrator.core.messages import Mode
-from orchestrator.training.boundary import FINAL_WAIT_SECONDS, Boundary, Passing
+from orchestrator.training.boundary import FINAL_WAIT_SECONDS, Boundary, Finish, Order, Passing
 from tests.training.agents import FakeTime
 from tests.training.states import launch
 
@@ -57,15 +57,27 @@ class Scene:
         worker.log = []
         self.worker = worker
         self.staged: list[tuple[int, int, tuple[int, ...]]] = []
+        self.orders: list[Order] = []
         self.stage_seconds = 0.0
-        self.boundary = Boundary(self.worker, self.place, self.stage, now_ns=time.monotonic_ns, sleep=time.sleep)
+        self.overlaps = False
+        self.size_bytes: int | None = 4096
+        self.under_way: list[Callable[[], None]] = []
+        self.boundary = Boundary(self.worker, self.place, self, now_ns=time.monotonic_ns, sleep=time.sleep)
         self.boundary.start()
 
-    def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
-        self.staged.append((slot, step, absent))
+    def stage(self, order: Order, finish: Finish) -> None:
+        assert not self.under_way
+        self.orders.append(order)
+        self.staged.append((order.slot, order.step, order.absent))
         assert self.agent.phase is WorkerPhase.STAGING
         self.time.now += self.stage_seconds
-        return 4096
+        self.under_way.append(lambda: finish(self.size_bytes, int(self.stage_seconds * 1e9)))
+        if not (self.overlaps and order.may_overlap):
+            self.join()
+
+    def join(self) -> None:
+        while self.under_way:
+            self.under_way.pop()()
 
     def at(self, step: int, *, final: bool = False) -> Passing:
         self.worker.log.clear()
@@ -286,10 +298,10 @@ def test_a_slot_that_stays_busy_means_that_the_step_is_passed(scene: Scene) -> N
 def test_a_failure_while_staging_leaves_the_slot_unfinished(scene: Scene) -> None:
     """Nobody may take it for a shard; the agent frees it when the worker's exit is confirmed."""
 
-    def fails(slot: int, step: int, absent: tuple[int, ...]) -> int:
+    def fails(order: Order, finish: Finish) -> None:
         raise MemoryError
 
-    scene.boundary = Boundary(scene.worker, scene.place, fails)
+    scene.stage = fails  # type: ignore[method-assign]
     scene.agent.write_record(Record(ballot=1, decided_step=10))
     with pytest.raises(MemoryError):
         scene.at(10)

@@ -473,6 +473,7 @@ def test_after_step_serves_loops_that_are_not_ours(stage: Stage) -> None:
             agent.propose(4)
         agent.look()
         run.after_step(step + 1)
+    run._state.stager.join()  # as at the end of the script
     agent.look()
     assert agent.committed == [4]
     assert run.step == 4
