@@ -392,16 +392,16 @@ def build_header(tensors: dict[str, dict[str, Any]], metadata: dict[str, str], h
 
     Raises ProtocolError if the JSON does not fit: the slot has to be planned anew.
     """
-    return frame_header(json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")), header_bytes)
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":"))
+    return b"".join(frame_header([text.encode()], header_bytes))
 
 
-def frame_header(text: str, header_bytes: int) -> bytes:
-    """A header of exactly that many bytes around its JSON text. Raises ProtocolError if the text does not fit."""
-    data = text.encode()
-    room = header_bytes - 8
-    if len(data) > room:
-        raise ProtocolError(f"the shard header needs {len(data)} bytes, {room} are reserved")
-    return struct.pack("<Q", room) + data + b" " * (room - len(data))
+def frame_header(pieces: list[bytes], header_bytes: int) -> list[bytes]:
+    """A header of exactly that many bytes, in pieces, around its JSON text. Raises ProtocolError if it does not fit."""
+    length, room = sum(map(len, pieces)), header_bytes - 8
+    if length > room:
+        raise ProtocolError(f"the shard header needs {length} bytes, {room} are reserved")
+    return [struct.pack("<Q", room), *pieces, b" " * (room - length)]
 
 
 def header_size(json_bytes: int) -> int:

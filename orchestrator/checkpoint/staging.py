@@ -28,6 +28,7 @@ from orchestrator.errors import RefusedError
 
 PLANS_KEPT_MAX = 4  # nobody absent, the first node, the last node, and one to spare
 _TOKEN = secrets.token_hex(16)
+_BEGINNING = f'{{"__metadata__":{{"{METADATA_KEY}":"'.encode()
 
 
 class Fixed:
@@ -35,13 +36,13 @@ class Fixed:
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
-        self._text: str | None = None
+        self._text: bytes | None = None
 
     @property
-    def text(self) -> str:
+    def text(self) -> bytes:
         """The tree's JSON text inside a JSON string."""
         if self._text is None:
-            self._text = _inside_string(self.tree)
+            self._text = b"".join(_inside_string(self.tree))
         return self._text
 
 
@@ -53,18 +54,19 @@ class Metadata:
     rank_values: Any
     gate: Mapping[str, Any]
 
-    def inside(self, parts: Fixed) -> str:
-        """The JSON text of the header's metadata entry, inside a JSON string. Raises ValueError for NaN."""
-        entry = {"parts": parts, "values": self.values, "rank_values": self.rank_values, "gate": self.gate}
-        return _inside_string(entry)
+    def inside(self, parts: Fixed) -> list[bytes]:
+        """The JSON text, in pieces, of the header's metadata entry inside a JSON string. Raises ValueError for NaN."""
+        return _inside_string(
+            {"parts": parts, "values": self.values, "rank_values": self.rank_values, "gate": self.gate}
+        )
 
     def size_bytes(self) -> int:
         """Room that the values need inside a JSON string."""
-        return len(_inside_string([self.values, self.rank_values, self.gate])) + 64
+        return sum(map(len, _inside_string([self.values, self.rank_values, self.gate]))) + 64
 
 
-def _inside_string(tree: Any) -> str:
-    """The JSON text of a tree, escaped as within a JSON string; `Fixed` trees give the text that they have."""
+def _inside_string(tree: Any) -> list[bytes]:
+    """The JSON text of a tree, escaped as within a JSON string, in pieces: `Fixed` trees give the text they have."""
     fixed: list[Fixed] = []
 
     def token(value: Any) -> str:
@@ -74,8 +76,11 @@ def _inside_string(tree: Any) -> str:
         return _TOKEN
 
     text = json.dumps(tree, separators=(",", ":"), allow_nan=False, default=token)
-    first, *others = json.dumps(text)[1:-1].split(f'\\"{_TOKEN}\\"')
-    return first + "".join(known.text + other for known, other in zip(fixed, others, strict=True))
+    first, *others = json.dumps(text)[1:-1].encode().split(f'\\"{_TOKEN}\\"'.encode())
+    pieces = [first]
+    for known, other in zip(fixed, others, strict=True):
+        pieces += (known.text, other)
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,13 @@ class _Moves:
     """Elements of the tensor; None: all of it."""
 
     def piece(self, tensors: Mapping[str, torch.Tensor], *, keep: bool = False) -> Piece:
-        """The copies of these tensors; with `keep`, of the memory that they have now, whatever they get later."""
-        sources = [
-            _elements(tensors[name], span) if span is not None else tensors[name].detach() if keep else tensors[name]
-            for name, span in zip(self.names, self.spans, strict=True)
-        ]
+        """The copies of these tensors; with `keep`, parameters' of the memory that they have now, whatever they get."""
+        sources = list(map(tensors.__getitem__, self.names))
+        for place, span in enumerate(self.spans):
+            if span is not None:
+                sources[place] = _elements(sources[place], span)
+        if keep:
+            sources = [source.detach() if type(source) is torch.nn.Parameter else source for source in sources]
         return Piece(names=self.names, targets=self.targets, sources=sources)
 
 
@@ -107,14 +114,14 @@ class _Prepared:
         self.plan = plan
         self._memory = memory
         self._parts = Fixed(plan.parts())
-        self._table = json.dumps(plan.entries(), separators=(",", ":"))[1:]
+        table = json.dumps(plan.entries(), separators=(",", ":"))
+        self._end = ('"},' if plan.chunks else '"}').encode() + table[1:].encode()
         self._moves: dict[frozenset[str], tuple[list[_Moves], list[_Moves]]] = {}
 
-    def header(self, metadata: Metadata) -> bytes:
-        """The slot's beginning. Raises ProtocolError if it outgrew its reserved room."""
-        comma = "," if self.plan.chunks else ""
-        own = f'{{"__metadata__":{{"{METADATA_KEY}":"{metadata.inside(self._parts)}"}}{comma}{self._table}'
-        return frame_header(own, self.plan.header_bytes)
+    def header(self, metadata: Metadata) -> list[bytes]:
+        """The slot's beginning, in pieces. Raises ProtocolError if it outgrew its reserved room."""
+        pieces = [_BEGINNING, *metadata.inside(self._parts), self._end]
+        return frame_header(pieces, self.plan.header_bytes)
 
     def moves(self, tensors: Mapping[str, torch.Tensor], later: frozenset[str]) -> tuple[list[_Moves], list[_Moves]]:
         """The copies to be made at once, and those of the tensors named in `later`."""
@@ -227,7 +234,9 @@ class SlotFile:
         prepared = self._of(plan)
         header = prepared.header(metadata)
         assert self._memory is not None
-        self._memory[: plan.header_bytes] = header
+        self._memory.seek(0)
+        for piece in header:
+            self._memory.write(piece)
         now, others = prepared.moves(tensors, later)
         mover = HostMover()
         for move in now:

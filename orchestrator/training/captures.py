@@ -7,6 +7,7 @@ stands. Anything else is taken in full each time. Also says who owns the tensors
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ from orchestrator.training.overlap import Owners
 from orchestrator.training.parts import Captured, ModelPart, ObjectPart, OptimizerPart, Part
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_STATE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 class Captures:
@@ -88,27 +90,40 @@ class Captures:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What was found on a way through a part: everything but contents, and the live tensors."""
+    """What was found on a way through a part: the names and their order, and the live tensors."""
 
-    signature: list[object]
+    structure: list[object]
     tensors: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a full capture gave that stands as long as a walk finds the same."""
+    """What a full capture gave, which stands as long as a walk finds the same tensors under the same names.
 
-    signature: list[object]
+    The tensors are known by identity: weakly, so that none is kept alive. Only `p.data = x` gives a tensor another
+    shape or type; that is done to parameters (`model.half()`), and gives them other memory, too.
+    """
+
+    structure: list[object]
+    tensors: list[weakref.ref[torch.Tensor]]
+    memory: list[tuple[int, bool]]
+    """Where each of a model's tensors lies, and whether it is trained."""
     names: list[str]
     scopes: dict[str, Scope]
     fixed: Fixed
     """A model's tree, or an optimizer's tree of states."""
-    group_names: list[list[str]] | None
+    group_names: list[Fixed] | None
     """An optimizer's parameters by group."""
 
     def still(self, walk: _Walk | None) -> bool:
         """Whether nothing but contents has changed."""
-        return walk is not None and walk.signature == self.signature
+        return (
+            walk is not None
+            and len(walk.tensors) == len(self.tensors)
+            and all([known() is tensor for known, tensor in zip(self.tensors, walk.tensors, strict=True)])
+            and walk.structure == self.structure
+            and (self.group_names is not None or _memory(walk.tensors) == self.memory)
+        )
 
     def tree(self, part: Part, captured: Captured) -> Any:
         """The part's tree; what an optimizer's groups say is always taken anew."""
@@ -126,26 +141,30 @@ def _walk(part: Part) -> _Walk | None:
 
 def _walk_module(module: torch.nn.Module) -> _Walk | None:
     """In the order of `state_dict()`, without making one."""
-    signature: list[object] = []
-    tensors: list[torch.Tensor] = []
+    structure: list[object] = []
+    tensors: list[torch.Tensor | None] = []
     stack = [module]
     while stack:
         here = stack.pop()
-        if not _plain_class(type(here)) or here._state_dict_hooks or here._state_dict_pre_hooks:
+        kind: type = type(here)
+        if not _plain_class(kind) or here._state_dict_hooks or here._state_dict_pre_hooks:
             return None
-        hidden = here._non_persistent_buffers_set
-        for mapping in (here._parameters, here._buffers):
-            for key, tensor in mapping.items():
-                if tensor is None or key in hidden:
-                    continue
-                if type(tensor) not in _PLAIN_TENSORS:
-                    return None
-                tensors.append(tensor)
-                signature += (key, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
-        children = [(key, child) for key, child in here._modules.items() if child is not None]
-        signature += (len(here._parameters), *(key for key, _ in children))
-        stack.extend(child for _, child in reversed(children))
-    return _Walk(signature, tensors)
+        tensors += here._parameters.values()
+        buffers, children = here._buffers, here._modules
+        if buffers:
+            hidden = here._non_persistent_buffers_set
+            tensors += [tensor for key, tensor in buffers.items() if key not in hidden]
+            structure.append(frozenset(hidden))
+        structure += (tuple(here._parameters), tuple(buffers), tuple(children))
+        stack += [child for child in reversed(children.values()) if child is not None]
+    return _walked(structure, tensors)
+
+
+def _walked(structure: list[object], tensors: list[Any]) -> _Walk:
+    if type(None) in set(map(type, tensors)):
+        structure.append([tensor is None for tensor in tensors])
+        tensors = [tensor for tensor in tensors if tensor is not None]
+    return _Walk(structure, tensors)
 
 
 @lru_cache(maxsize=1024)
@@ -156,43 +175,58 @@ def _plain_class(kind: type) -> bool:
 
 
 def _walk_optimizer(optimizer: torch.optim.Optimizer) -> _Walk | None:
-    signature: list[object] = []
-    tensors: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        signature += (len(group), *map(id, group["params"]))
-    for parameter, entry in optimizer.state.items():
-        signature.append(id(parameter))
-        for key, value in entry.items():
-            signature.append(key)
-            if value is None:
-                continue
-            if type(value) not in _PLAIN_TENSORS:
-                return None
-            tensors.append(value)
-            signature += (value.dtype, value.shape, value.device)
-    return _Walk(signature, tensors)
+    structure: list[object] = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    values: list[object] = []
+    structure.append(list(map(id, optimizer.state)))
+    for entry in optimizer.state.values():
+        structure.append(tuple(entry))
+        values += entry.values()
+    if not {type(value) for value in values} <= _STATE_TYPES:
+        return None
+    return _walked(structure, values)
+
+
+def _memory(tensors: list[torch.Tensor]) -> list[tuple[int, bool]]:
+    return [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors]
 
 
 def _learn(part: Part, walk: _Walk, names: list[str], captured: Captured, tree: Any) -> _Known | None:
     """What to keep of a full capture, if walking finds the very tensors that it found, in the same order."""
+    if not all(type(tensor) in _PLAIN_TENSORS for tensor in walk.tensors):
+        return None
+    group_names = None
     if isinstance(part, OptimizerPart):
-        return _learn_optimizer(part, walk, captured, tree)
-    if len(names) != len(walk.tensors):
+        found = _learn_groups(part, tree)
+        if found is None:
+            return None
+        group_names, names, tree = found
+    if len(names) != len(walk.tensors) or not set(names) <= set(captured.tensors):
         return None
     for name, tensor in zip(names, walk.tensors, strict=True):
-        found = captured.tensors[name]
-        if (found.data_ptr(), found.shape, found.stride()) != (tensor.data_ptr(), tensor.shape, tensor.stride()):
+        taken = captured.tensors[name]
+        if (taken.data_ptr(), taken.shape, taken.stride()) != (tensor.data_ptr(), tensor.shape, tensor.stride()):
             return None
-    return _Known(walk.signature, names, {name: captured.scopes[name] for name in names}, Fixed(tree), None)
+    return _Known(
+        walk.structure,
+        [weakref.ref(tensor) for tensor in walk.tensors],
+        _memory(walk.tensors),
+        names,
+        {name: captured.scopes[name] for name in names},
+        Fixed(tree),
+        group_names,
+    )
 
 
-def _learn_optimizer(part: OptimizerPart, walk: _Walk, captured: Captured, tree: Any) -> _Known | None:
+def _learn_groups(part: OptimizerPart, tree: Any) -> tuple[list[Fixed], list[str], Any] | None:
+    """(names of parameters by group, names of the state's tensors, tree of states) of an optimizer's tree."""
     match tree:
         case {"$": "dict", "items": [["kind", _], ["groups", list(groups)], ["state", states]]}:
             pass
         case _:
             return None
-    group_names = [[str(name) for name in _option(group, "params")] for group in groups]
+    group_names: list[list[str]] = [dict(group["items"] if "$" in group else group)["params"] for group in groups]
+    if _optimizer_tree(part, group_names, states, Captured()) != tree:
+        return None
     by_id = {
         id(parameter): name
         for group, of_group in zip(part.optimizer.param_groups, group_names, strict=True)
@@ -204,25 +238,20 @@ def _learn_optimizer(part: OptimizerPart, walk: _Walk, captured: Captured, tree:
         for key, value in entry.items()
         if value is not None
     ]
-    if any(captured.tensors.get(name) is not tensor for name, tensor in zip(names, walk.tensors, strict=True)):
-        return None
-    if _optimizer_tree(part, group_names, states, Captured()) != tree:
-        return None
-    scopes = {name: captured.scopes[name] for name in names}
-    return _Known(walk.signature, names, scopes, Fixed(states), group_names)
+    return [Fixed(names_of_group) for names_of_group in group_names], names, states
 
 
-def _option(group: Any, name: str) -> Any:
-    """One entry of an encoded dict, whichever of its two forms it has."""
-    return dict(group["items"])[name] if "$" in group else group[name]
-
-
-def _optimizer_tree(part: OptimizerPart, group_names: list[list[str]], states: Any, captured: Captured) -> Any:
-    """As `OptimizerPart.capture` makes it, around a tree of states that is there already."""
-    groups = [group | {"params": names} for group, names in zip(part.optimizer.param_groups, group_names, strict=True)]
-    tree = captured.add(groups, f"{part.name}.groups", Scope.SHARED)
+def _optimizer_tree(part: OptimizerPart, group_names: Sequence[object], states: object, captured: Captured) -> Any:
+    """As `OptimizerPart.capture` makes it, with names of parameters and a tree of states that are there already."""
+    groups = [group | {"params": None} for group in part.optimizer.param_groups]
+    trees = captured.add(groups, f"{part.name}.groups", Scope.SHARED)
+    for tree, names in zip(trees, group_names, strict=True):
+        if "$" in tree:
+            tree["items"] = [[key, names if key == "params" else value] for key, value in tree["items"]]
+        else:
+            tree["params"] = names
     kind = type(part.optimizer).__name__
-    return {"$": "dict", "items": [["kind", kind], ["groups", tree], ["state", states]]}
+    return {"$": "dict", "items": [["kind", kind], ["groups", trees], ["state", states]]}
 
 
 def _kinds(captured: Captured, first: int) -> object:

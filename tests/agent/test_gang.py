@@ -314,6 +314,16 @@ def test_a_slot_that_is_being_written_is_never_freed_by_looking(gang: LocalGang)
     assert gang.workers[0].control.slot(0).state is SlotState.WRITING
 
 
+def test_a_slot_whose_step_was_passed_is_free_again(gang: LocalGang) -> None:
+    """A copy that was no good: its worker has said so, and writes there no more. A later copy is under way."""
+    control = gang.workers[0].control
+    control.start_slot(0, GENERATION, 10)
+    control.report_passed(10)
+    control.start_slot(1, GENERATION, 20)
+    gang.free(lambda step: False, lambda path: False)
+    assert [slot.state for slot in control.slots()] == [SlotState.FREE, SlotState.WRITING]
+
+
 def test_slots_of_another_generation_are_ignored(gang: LocalGang) -> None:
     """F80, F93: what an older generation staged is not this one's."""
     gang.workers[0].control.finish_slot(0, GENERATION - 1, 10, 4096, 0)
@@ -356,6 +366,20 @@ def test_looking_often_pays_only_while_something_is_agreed(gang: LocalGang) -> N
 # --------------------------------------------------------------------------------------- the whole agreement
 
 
+class Noting:
+    """A stager that only notes the steps."""
+
+    def __init__(self, staged: list[int]) -> None:
+        self.staged = staged
+
+    def stage(self, order: Order, finish: Finish) -> None:
+        self.staged.append(order.step)
+        finish(4096, 1000)
+
+    def join(self) -> None:
+        """Nothing is ever under way."""
+
+
 class Trainer(threading.Thread):
     """A rank that trains at its own pace, through the real boundary over its own mapping of the control block."""
 
@@ -363,19 +387,11 @@ class Trainer(threading.Thread):
         super().__init__(daemon=True)
         place = Launch.read(worker_launch)
         self.control = ControlBlock.open(place.control_path)
-        self.boundary = Boundary(self.control, place, self)
+        self.staged: list[int] = []
+        self.boundary = Boundary(self.control, place, Noting(self.staged))
         self.draw = random.Random(seed)
         self.step = 0
-        self.staged: list[int] = []
         self.stop = threading.Event()
-
-    def stage(self, order: Order, finish: Finish) -> None:
-        assert order.step == self.step
-        self.staged.append(order.step)
-        finish(4096, 1000)
-
-    def join(self) -> None:
-        """Nothing is ever under way."""
 
     def run(self) -> None:
         self.boundary.start()
