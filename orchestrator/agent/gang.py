@@ -26,6 +26,7 @@ from orchestrator.core.messages import (
     Event,
     GangReturned,
     LaunchWorkers,
+    Mode,
     NoticeKind,
     NoticeReceived,
     Passed,
@@ -177,6 +178,16 @@ class LocalGang:
     def trains(self) -> bool:
         """Whether any worker lives that does not only wait for the word that it may go."""
         return any(not worker.exited and worker.control.phase is not WorkerPhase.LEFT for worker in self.workers)
+
+    @property
+    def in_training(self) -> bool:
+        """Whether any worker is between two boundaries with more steps to come. Asked by other threads, too."""
+        if self.record.mode is Mode.LEAVE:
+            return False
+        try:
+            return any(not worker.exited and worker.control.phase is WorkerPhase.RUNNING for worker in self.workers)
+        except ValueError:  # the blocks are closed: a newer generation has taken this one's place
+            return False
 
     @property
     def waiting_for_echo(self) -> bool:

@@ -92,7 +92,7 @@ class Agent:
             on_frame=self._on_frame,
         )
         self._actions = StoreActions(settings, ports.store, ports.clock)
-        self._uploads = Uploads(ports.store, ports.clock, settings.workers)
+        self._uploads = Uploads(ports.store, ports.clock, settings.workers, self._hurried)
         self._hand_overs = HandOvers(settings, ports, self._uploads, self._post)
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
@@ -452,6 +452,11 @@ class Agent:
             await self._actions.commit_alone(place.checkpoint)
 
     # -- hand-over ---------------------------------------------------------------------------------------
+
+    def _hurried(self) -> bool:
+        """Whether uploads may be in the way of the training here: nobody trains, or there is no time to lose."""
+        gang = self._gang
+        return bool(self._notices) or gang is None or not gang.in_training
 
     def _staged_slot(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:
         """Where one of this node's shards is staged, if it is."""

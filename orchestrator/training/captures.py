@@ -106,7 +106,7 @@ class _Known:
 
     structure: list[object]
     tensors: list[weakref.ref[torch.Tensor]]
-    memory: list[tuple[int, bool]]
+    memory: list[tuple[int, bool] | None]
     """Where each of a model's tensors lies, and whether it is trained."""
     names: list[str]
     scopes: dict[str, Scope]
@@ -117,13 +117,14 @@ class _Known:
 
     def still(self, walk: _Walk | None) -> bool:
         """Whether nothing but contents has changed."""
-        return (
-            walk is not None
-            and len(walk.tensors) == len(self.tensors)
-            and all([known() is tensor for known, tensor in zip(self.tensors, walk.tensors, strict=True)])
-            and walk.structure == self.structure
-            and (self.group_names is not None or _memory(walk.tensors) == self.memory)
-        )
+        if walk is None or len(walk.tensors) != len(self.tensors) or walk.structure != self.structure:
+            return False
+        pairs = zip(self.tensors, walk.tensors, strict=True)
+        if self.group_names is not None:
+            return all([known() is tensor for known, tensor in pairs])
+        # One look at each tensor: with thousands of them, fetching them into the cache is what takes the time.
+        found = [(tensor.data_ptr(), tensor.requires_grad) if known() is tensor else None for known, tensor in pairs]
+        return found == self.memory
 
     def tree(self, part: Part, captured: Captured) -> Any:
         """The part's tree; what an optimizer's groups say is always taken anew."""
@@ -186,10 +187,6 @@ def _walk_optimizer(optimizer: torch.optim.Optimizer) -> _Walk | None:
     return _walked(structure, values)
 
 
-def _memory(tensors: list[torch.Tensor]) -> list[tuple[int, bool]]:
-    return [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors]
-
-
 def _learn(part: Part, walk: _Walk, names: list[str], captured: Captured, tree: Any) -> _Known | None:
     """What to keep of a full capture, if walking finds the very tensors that it found, in the same order."""
     if not all(type(tensor) in _PLAIN_TENSORS for tensor in walk.tensors):
@@ -209,7 +206,7 @@ def _learn(part: Part, walk: _Walk, names: list[str], captured: Captured, tree: 
     return _Known(
         walk.structure,
         [weakref.ref(tensor) for tensor in walk.tensors],
-        _memory(walk.tensors),
+        [(tensor.data_ptr(), tensor.requires_grad) for tensor in walk.tensors],
         names,
         {name: captured.scopes[name] for name in names},
         Fixed(tree),

@@ -247,6 +247,7 @@ class Run:
     def _await_last_commit(self, passing: Passing) -> None:
         """Attached mode: the script's exit status shall tell the truth about its last step, so wait for its index."""
         until = time.monotonic() + LEAVE_SECONDS_MAX
+        self._control.set_phase(WorkerPhase.WAITING)  # no step is in the way of the upload any more
         while passing is Passing.STAGED and time.monotonic() < until:
             alone = self._alone()  # asked first: what the agent said before it ended still counts
             outcome, of_step = self._control.outcome()

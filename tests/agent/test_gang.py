@@ -363,6 +363,21 @@ def test_looking_often_pays_only_while_something_is_agreed(gang: LocalGang) -> N
     assert found == [False, True, True, False]
 
 
+def test_uploads_give_way_only_to_workers_that_train(gang: LocalGang) -> None:
+    found = {}
+    for phase in WorkerPhase:
+        gang.workers[1].control.set_phase(phase)
+        found[phase] = gang.in_training
+    assert [phase for phase, in_training in found.items() if in_training] == [WorkerPhase.RUNNING]
+    gang.workers[1].control.set_phase(WorkerPhase.RUNNING)
+    prepare(gang, 1, 10)
+    decide(gang, 1, 10, Mode.LEAVE)
+    assert not gang.in_training
+    other = gang_in(gang.settings.staging / "other")
+    other.remove_files()
+    assert not other.in_training
+
+
 # --------------------------------------------------------------------------------------- the whole agreement
 
 
