@@ -30,6 +30,7 @@ from orchestrator.core.messages import CheckpointId
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from orchestrator.storage.peers import PeerStore
+from orchestrator.training.boundary import Order
 from orchestrator.training.parts import Captured, ModelPart
 from orchestrator.training.saved_state import SavedState
 from orchestrator.training.session import Run
@@ -76,13 +77,16 @@ class Rank:
     ) -> None:
         self._place = launch(staging, rank, world_size)
         self._state = SavedState(self._place, [ModelPart("model", model_of(tensors))], None, [], ())
-        self.slot_bytes = self._state.plan()
+        self.slot_bytes = self._state.stager.plan()
         self.slots_bytes = SLOTS * self.slot_bytes
         """Reserved in memory for as long as the job runs."""
 
     def stage(self, step: int) -> int:
         """What a worker does at the boundary of an agreed step; bytes of the shard."""
-        return self._state.stage(step % SLOTS, step, ())
+        sizes: list[int] = []
+        order = Order(slot=step % SLOTS, step=step, absent=(), may_overlap=False)
+        self._state.stager.stage(order, lambda size_bytes, copy_ns: sizes.append(size_bytes or 0))
+        return sizes[0]
 
     def upload(self, store: ObjectStore, step: int, size_bytes: int) -> None:
         """What the agent does with a staged shard, at normal priority: nothing else shall run beside it here."""

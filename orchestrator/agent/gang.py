@@ -27,6 +27,7 @@ from orchestrator.core.messages import (
     Event,
     GangReturned,
     LaunchWorkers,
+    Mode,
     NoticeKind,
     NoticeReceived,
     Passed,
@@ -201,6 +202,16 @@ class LocalGang:
         return any(not worker.exited and worker.control.phase is not WorkerPhase.LEFT for worker in self.workers)
 
     @property
+    def in_training(self) -> bool:
+        """Whether any worker is between two boundaries with more steps to come. Asked by other threads, too."""
+        if self.record.mode is Mode.LEAVE:
+            return False
+        try:
+            return any(not worker.exited and worker.control.phase is WorkerPhase.RUNNING for worker in self.workers)
+        except ValueError:  # the blocks are closed: a newer generation has taken this one's place
+            return False
+
+    @property
     def waiting_for_echo(self) -> bool:
         """Whether an agreement is open, so that looking often pays."""
         if self.record.proposed_step is not None:
@@ -221,8 +232,10 @@ class LocalGang:
             worker.seen = (image, self.record)
             yield from self._observe_start(worker)
             yield from self._observe_agreement(worker, echoed)
+            # The step is read before the slots: whoever is seen past a step has what it staged there seen as well.
+            moved = list(self._observe_progress(worker))
             yield from self._observe_slots(worker)
-            progress.extend(self._observe_progress(worker))
+            progress.extend(moved)
         node, generation = self.settings.node, self.generation
         if progress:
             yield Progress(node=node, generation=generation, ranks=tuple(progress))
@@ -390,15 +403,17 @@ class LocalGang:
                     yield worker, slot.index, slot.size_bytes
 
     def free(self, may_free: Callable[[int], bool], reading: Callable[[Path], bool]) -> None:
-        """Free the staged slots whose step may be freed and that nobody reads."""
+        """Free the staged slots whose step may be freed and that nobody reads, and those that were given up.
+
+        A worker reports that it passed a step only once nothing of it writes that step's slot any more.
+        """
         for worker in self.workers:
-            for slot in worker.control.slots() if worker.control.holds_staged else ():
-                if (
-                    slot.state is SlotState.STAGED
-                    and slot.generation == self.generation
-                    and may_free(slot.step)
-                    and not reading(worker.slot_paths[slot.index])
-                ):
+            passed = worker.control.passed
+            for slot in worker.control.slots() if worker.control.holds_any else ():
+                ours = slot.generation == self.generation
+                staged = slot.state is SlotState.STAGED and ours and may_free(slot.step)
+                given_up = slot.state is SlotState.WRITING and passed is not None and slot.step <= passed
+                if (staged and not reading(worker.slot_paths[slot.index])) or given_up:
                     worker.control.free_slot(slot.index)
 
     def staged_shard(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:

@@ -93,7 +93,7 @@ class Agent:
             on_frame=self._on_frame,
         )
         self._actions = StoreActions(settings, ports.store, ports.clock)
-        self._uploads = Uploads(ports.store, ports.clock, settings.workers)
+        self._uploads = Uploads(ports.store, ports.clock, settings.workers, self._hurried)
         self._hand_overs = HandOvers(settings, ports, self._uploads, self._post)
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
@@ -466,6 +466,11 @@ class Agent:
         gang.worker_of(place.rank).news(f"uploaded-{step}", 1)
         if self._alone(self._clock.monotonic()):
             await self._actions.commit_alone(place.checkpoint)
+
+    def _hurried(self) -> bool:
+        """Whether uploads may be in the way of the training here: nobody trains, or there is no time to lose."""
+        gang = self._gang
+        return bool(self._notices) or gang is None or not gang.in_training
 
     def _forget_upload(self, place: ShardPlace) -> None:
         """It failed: whoever orders it again gets it."""

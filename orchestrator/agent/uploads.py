@@ -1,5 +1,7 @@
 """A node's uploads: staged shards to the store, in threads of low priority, never two for one shard.
 
+While training goes on they rest as long as they work: nice leaves the processors to it, but not the memory's bandwidth.
+
 Used by `agent.node` only. The slot is read while it is staged and is not freed before the upload has ended.
 """
 
@@ -9,6 +11,7 @@ import asyncio
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,14 +23,26 @@ from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 
 UPLOAD_NICE = 19  # uploads share the machine with training
+REST_SHARE = 1.0  # of the time that a piece took
+REST_SECONDS_MAX = 0.25  # after one piece: a notice that comes meanwhile is not kept waiting longer
 
 
 class Uploads:
     """Runs uploads and knows which slots are being read."""
 
-    def __init__(self, store: ObjectStore, clock: Clock, threads: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        clock: Clock,
+        threads: int,
+        hurried: Callable[[], bool] = lambda: True,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`hurried` is asked, in any thread, whether uploads should take all the bandwidth that they can get."""
         self._store = store
         self._clock = clock
+        self._hurried = hurried
+        self._sleep = sleep
         self._reading: set[Path] = set()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="upload", initializer=_lower_priority)
 
@@ -38,7 +53,7 @@ class Uploads:
     def start(
         self, place: ShardPlace, path: Path, size_bytes: int, still_there: Callable[[], bool]
     ) -> asyncio.Future[float]:
-        """Begin to upload one staged shard and write its receipt; the result is the seconds that it took.
+        """Begin to upload one staged shard and write its receipt; the result is the seconds it took, without rests.
 
         From now until the end the slot counts as being read. The future raises StoreError, FormatError, OSError.
         """
@@ -62,10 +77,20 @@ class Uploads:
             if not still_there():
                 raise StoreError(place.shard_key, "its slot was used again while it was read: no receipt is written")
 
+        since, rested_seconds = started, 0.0
+
+        def between_pieces() -> None:
+            nonlocal since, rested_seconds
+            if not self._hurried():
+                now = self._clock.monotonic()
+                self._sleep(min(REST_SHARE * (now - since), REST_SECONDS_MAX))
+                rested_seconds += self._clock.monotonic() - now
+            since = self._clock.monotonic()
+
         # The memory is never closed by hand: after a failure the traceback still holds views of it.
-        upload_shard(self._store, place, memoryview(memory), before_receipt)
+        upload_shard(self._store, place, memoryview(memory), before_receipt, between_pieces)
         reached("after-receipt", **where)
-        return self._clock.monotonic() - started
+        return self._clock.monotonic() - started - rested_seconds
 
     def close(self) -> None:
         """Wait for running uploads."""

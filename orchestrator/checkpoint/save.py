@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from orchestrator.errors import AlreadyExistsError, DigestError, FormatError, No
 from orchestrator.storage.base import Entry, ObjectStore
 
 METADATA_KEY = "orchestrator"
+PIECE_BYTES = 4 * fmt.BLOCK_BYTES
+"""Of a shard, written and digested at the same time."""
 _METADATA_KINDS = {"parts": dict, "values": dict, "rank_values": dict, "gate": dict}
 
 
@@ -49,16 +52,21 @@ class ShardPlace:
 
 
 def upload_shard(
-    store: ObjectStore, place: ShardPlace, data: memoryview, before_receipt: Callable[[], None] | None = None
+    store: ObjectStore,
+    place: ShardPlace,
+    data: memoryview,
+    before_receipt: Callable[[], None] | None = None,
+    between_pieces: Callable[[], None] = lambda: None,
 ) -> fmt.Receipt:
     """Make a staged shard durable and write its receipt. `data` is the shard file, byte for byte.
 
-    Uploading the same shard again is harmless: what is there must have the same digest. `before_receipt` is called
-    between the two writes (a named point for fault injection). Raises StoreError, DigestError, FormatError.
+    Uploading the same shard again is harmless: what is there must have the same digest. `between_pieces` is called
+    after each of PIECE_BYTES that was written, `before_receipt` between the two writes (a named point for fault
+    injection). Raises StoreError, DigestError, FormatError.
     """
     digests: list[int] = []
     try:
-        store.create(place.shard_key, _digested_blocks(data, digests))
+        store.create(place.shard_key, _digested_pieces(data, digests, between_pieces))
     except AlreadyExistsError:
         digests = block_digests(data)
         _check_same(store, place.shard_key, data, digests)
@@ -77,16 +85,19 @@ def upload_shard(
     return receipt
 
 
-def _blocks(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), fmt.BLOCK_BYTES):
-        yield data[start : start + fmt.BLOCK_BYTES]
-
-
-def _digested_blocks(data: memoryview, digests: list[int]) -> Iterator[memoryview]:
-    """The blocks, each digested while it is hot in the cache."""
-    for block in _blocks(data):
-        digests.append(crc(block))
-        yield block
+def _digested_pieces(data: memoryview, digests: list[int], between_pieces: Callable[[], None]) -> Iterator[memoryview]:
+    """The data in pieces; another thread digests each while it is written, so that it is fetched from memory once."""
+    if len(data) <= PIECE_BYTES:
+        digests += block_digests(data)
+        yield data
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:  # it has this thread's low priority
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            digested = pool.submit(block_digests, piece)
+            yield piece
+            digests += digested.result()
+            between_pieces()
 
 
 def _check_same(store: ObjectStore, key: str, data: memoryview, digests: list[int]) -> None:

@@ -7,7 +7,8 @@ reads the record at step boundaries only, and publishes its step last, after its
 stores are kept by x86; on Arm the reader's crc32c check catches a record that is not whole yet.
 
 A slot's state is one word: free, writing(g, s) or staged(g, s). The worker makes it writing and staged; only the
-agent makes it free.
+agent makes it free: a staged one when nobody needs it, one that is being written when the worker has said that it
+passed that step, or is gone.
 """
 
 from __future__ import annotations
@@ -316,9 +317,9 @@ class ControlBlock:
         return self._memory[_IMAGE]
 
     @property
-    def holds_staged(self) -> bool:
-        """Whether any slot is staged."""
-        return any(self._words[_WORD_SLOTS + 3 * index] >> _STATE_SHIFT == SlotState.STAGED for index in range(SLOTS))
+    def holds_any(self) -> bool:
+        """Whether any slot is not free."""
+        return any(self._words[_WORD_SLOTS + 3 * index] for index in range(SLOTS))
 
     @property
     def step(self) -> int | None:
@@ -422,11 +423,16 @@ def build_header(tensors: dict[str, dict[str, Any]], metadata: dict[str, str], h
 
     Raises ProtocolError if the JSON does not fit: the slot has to be planned anew.
     """
-    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
-    room = header_bytes - 8
-    if len(text) > room:
-        raise ProtocolError(f"the shard header needs {len(text)} bytes, {room} are reserved")
-    return struct.pack("<Q", room) + text + b" " * (room - len(text))
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":"))
+    return b"".join(frame_header([text.encode()], header_bytes))
+
+
+def frame_header(pieces: list[bytes], header_bytes: int) -> list[bytes]:
+    """A header of exactly that many bytes, in pieces, around its JSON text. Raises ProtocolError if it does not fit."""
+    length, room = sum(map(len, pieces)), header_bytes - 8
+    if length > room:
+        raise ProtocolError(f"the shard header needs {length} bytes, {room} are reserved")
+    return [struct.pack("<Q", room), *pieces, b" " * (room - length)]
 
 
 def header_size(json_bytes: int) -> int:

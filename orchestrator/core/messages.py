@@ -252,7 +252,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """A rank waited at the proposed step, saw no decision in time and went on without staging."""
+    """A rank went on without staging the proposed step: no decision or no slot in time, or a copy that was no good."""
 
     node: str
     generation: int

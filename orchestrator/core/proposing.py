@@ -81,7 +81,7 @@ def on_passed(turn: Turn, event: Passed) -> None:
     job = turn.job
     save = job.saves.get(CheckpointId(generation=event.generation, step=event.step))
     if save is not None:
-        _missed(turn, save, event.rank, "saw no decision in time and went on")
+        _missed(turn, save, event.rank, "went on without staging it")
     elif job.proposal is not None and job.proposal.step == event.step:
         turn.set(proposal=agreement.refuse(job.proposal, ballot=job.proposal.ballot, rank=event.rank))
         drive(turn)

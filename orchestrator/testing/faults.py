@@ -16,6 +16,7 @@ from orchestrator.telemetry import set_point_hook
 
 POINTS = (
     "before-stage",
+    "while-staging",
     "after-stage",
     "before-shard-upload",
     "after-shard-upload",

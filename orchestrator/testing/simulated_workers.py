@@ -29,11 +29,13 @@ from orchestrator.errors import FormatError, NotFoundError, StoreError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, SimulatedThread, current_process
-from orchestrator.training.boundary import Boundary, Passing
+from orchestrator.training.boundary import Boundary, Finish, Order, Passing
 
 WEIGHTS = 24  # elements of the state that all ranks hold alike: not divided by most world sizes
 SPEC = TensorSpec(name="weights", dtype="I64", width=8, shape=(WEIGHTS,), scope=Scope.SHARED)
 LOOK_SECONDS = (0.005, 0.03)  # how long a waiting worker sleeps between two looks
+SHARE_BLOCKING = 0.3  # of the saves that might overlap with training
+SHARE_DAMAGED = 0.03  # of those, what turns out not to be the boundary's state
 OnExit = Callable[[Worker], None]
 
 
@@ -204,13 +206,13 @@ class _Program:
     def _train(self, launch: Launch, control: ControlBlock) -> int:
         control.set_phase(WorkerPhase.RESTORING)
         step, weights = self._restore(launch)
-        self._slots = [SlotFile(path) for path in launch.slot_paths]
-        self._state = weights
+        stager = _Stager(self._random, self._process, launch)
+        stager.weights = weights
         thread = current_thread()
         boundary = Boundary(
             control,
             launch,
-            lambda index, at, absent: self._stage(launch, index, at, absent),
+            stager,
             now_ns=lambda: int(thread.loop.now * 1e9),
             sleep=lambda _: thread.pause(self._random.uniform(*LOOK_SECONDS)),
         )
@@ -227,7 +229,7 @@ class _Program:
             if self._training.synchronous:
                 group.meet(step, thread)
             step += 1
-            self._state = next_weights(self._state, step)
+            stager.weights = next_weights(stager.weights, step)
             if boundary.at(step, final=step == self._training.until) is Passing.LEAVE:
                 control.set_phase(WorkerPhase.LEFT)
                 self._training.on_leave(launch.generation, step)
@@ -251,16 +253,57 @@ class _Program:
         read_tensors(store, index, {"weights": weights})
         return index.step, weights
 
-    def _stage(self, launch: Launch, index: int, step: int, absent: tuple[int, ...]) -> int:
-        reached("before-stage", rank=launch.rank, step=step)
-        plan = _plan(launch.rank, launch.world_size, absent)
+
+class _Stager:
+    """Stages the weights as the real one does: at once, or in a thread of the same process while training goes on."""
+
+    def __init__(self, draw: random.Random, process: SimulatedProcess, launch: Launch) -> None:
+        self._random = draw
+        self._process = process
+        self._launch = launch
+        self._slots = [SlotFile(path) for path in launch.slot_paths]
+        self._under_way = False
+        self._waiting: SimulatedThread | None = None
+        self.weights = weights_at(0)
+
+    def stage(self, order: Order, finish: Finish) -> None:
+        """See the port."""
+        reached("before-stage", rank=self._launch.rank, step=order.step)
+        weights = self.weights
+        if not order.may_overlap or self._random.random() < SHARE_BLOCKING:
+            self._copy(order, weights, finish)
+            return
+
+        def work() -> None:
+            current_thread().pause(self._random.uniform(0.0, 0.2))
+            reached("while-staging", rank=self._launch.rank, step=order.step)
+            self._copy(order, weights, finish)
+            self._under_way = False
+            if self._waiting is not None:
+                self._waiting.loop.call_soon(self._waiting.resume)
+
+        self._under_way = True
+        current_thread().loop.start_thread(self._process, work)
+
+    def join(self) -> None:
+        """See the port."""
+        if self._under_way:
+            self._waiting = current_thread()
+            self._waiting.wait()
+            self._waiting = None
+            assert not self._under_way
+
+    def _copy(self, order: Order, weights: torch.Tensor, finish: Finish) -> None:
+        plan = _plan(self._launch.rank, self._launch.world_size, order.absent)
         values: dict[str, object] = {"objects": {}}
-        gate = {"step": step, "lr": "", "data": None, "rng": ""}
-        metadata = Metadata(values=values, rank_values={"rank": launch.rank, "step": step}, gate=gate)
-        self._slots[index].stage(plan, {"weights": self._state}, metadata)
-        current_thread().pause(self._random.uniform(0.0, 0.05))
-        reached("after-stage", rank=launch.rank, step=step)
-        return plan.size_bytes
+        gate = {"step": order.step, "lr": "", "data": None, "rng": ""}
+        own = {"rank": self._launch.rank, "step": order.step}
+        self._slots[order.slot].stage(plan, {"weights": weights}, Metadata(values=values, rank_values=own, gate=gate))
+        took_seconds = self._random.uniform(0.0, 0.05)
+        current_thread().pause(took_seconds)
+        reached("after-stage", rank=self._launch.rank, step=order.step)
+        damaged = order.may_overlap and self._random.random() < SHARE_DAMAGED
+        finish(None if damaged else plan.size_bytes, int(took_seconds * 1e9))
 
 
 def current_thread() -> SimulatedThread:

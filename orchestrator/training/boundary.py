@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.slots import ControlBlock, Record, SlotState, WorkerPhase
@@ -17,8 +19,32 @@ LOOK_SECONDS = 0.0005
 FINAL_WAIT_SECONDS = 60.0
 """How long the last step waits for its save to be proposed and for the decision, before the script ends without."""
 
-Stage = Callable[[int, int, tuple[int, ...]], int]
-"""(slot index, step, absent ranks) → bytes of the staged shard."""
+Finish = Callable[[int | None, int], None]
+"""Called once, by any thread of the worker: (bytes of the staged shard, nanoseconds that copying took); None for the
+bytes: what is in the slot is not the state at the boundary, and must not be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to stage, and where."""
+
+    slot: int
+    step: int
+    absent: tuple[int, ...]
+    may_overlap: bool
+    """Whether training goes on at once and nobody waits for this shard; else it is complete when `stage` returns."""
+
+
+class Stager(Protocol):
+    """Copies the state into slots. One shard at a time: the one before is complete when `stage` is called."""
+
+    def stage(self, order: Order, finish: Finish) -> None:
+        """Copy the state as it is now; `finish` is called when the last byte is there, perhaps after this returns."""
+        ...
+
+    def join(self) -> None:
+        """Complete what is under way; when this returns, its `finish` has been called."""
+        ...
 
 
 class Passing(StrEnum):
@@ -36,7 +62,7 @@ class Boundary:
         self,
         control: ControlBlock,
         launch: Launch,
-        stage: Stage,
+        stager: Stager,
         alone: Callable[[], bool] = lambda: False,
         *,
         now_ns: Callable[[], int] = time.monotonic_ns,
@@ -44,7 +70,7 @@ class Boundary:
     ) -> None:
         self._control = control
         self._launch = launch
-        self._stage = stage
+        self._stager = stager
         self._alone = alone
         self._now_ns = now_ns
         self._sleep = sleep
@@ -54,16 +80,20 @@ class Boundary:
         self._mean_ns = 0.0
 
     def at(self, step: int, *, final: bool) -> Passing:
-        """Pass the boundary after `step` completed steps; returns after staging if this is the agreed step."""
+        """Pass the boundary after `step` completed steps; if this is the agreed step, its staging has begun at least.
+
+        What an earlier boundary began is complete before anything of this one is published.
+        """
         now_ns = self._now_ns()
         self._measure(now_ns)
+        self._stager.join()
         self._read()
         if final:
             self._await_proposal(step)
         self._echo(step)
         self._control.publish(step, now_ns)
         patience_seconds = FINAL_WAIT_SECONDS if final else self._launch.decision_wait_seconds
-        passing = self._keep(step, patience_seconds) if self._concerns(step) else Passing.GO_ON
+        passing = self._keep(step, patience_seconds, final=final) if self._concerns(step) else Passing.GO_ON
         self._last_ns = self._now_ns()
         return passing
 
@@ -104,7 +134,7 @@ class Boundary:
             self._read()
         self._control.set_phase(WorkerPhase.RUNNING)
 
-    def _keep(self, step: int, patience_seconds: float) -> Passing:
+    def _keep(self, step: int, patience_seconds: float, *, final: bool) -> Passing:
         """Wait at the proposed step for the decision, a later proposal, or the end of patience; then stage."""
         until_ns = self._now_ns() + int(patience_seconds * 1e9)
         self._control.set_phase(WorkerPhase.WAITING)
@@ -119,22 +149,31 @@ class Boundary:
                 self._sleep(LOOK_SECONDS)
                 self._read()
                 self._echo(step)
-            return self._stage_now(step)
+            return self._stage_now(step, final=final)
         finally:
             self._control.set_phase(WorkerPhase.RUNNING)
 
-    def _stage_now(self, step: int) -> Passing:
+    def _stage_now(self, step: int, *, final: bool) -> Passing:
         slot = self._free_slot()
         if slot is None:
             self._control.report_passed(step)
             return Passing.GO_ON
-        self._control.set_phase(WorkerPhase.STAGING)
+        leaves = self._record.mode is Mode.LEAVE
+        under_notice = bool(self._record.absent) or bool(self._control.signal)
+        may_overlap = not (leaves or final or under_notice)
+        order = Order(slot=slot, step=step, absent=self._record.absent, may_overlap=may_overlap)
         generation = self._launch.generation
-        started_ns = self._now_ns()
+
+        def finish(size_bytes: int | None, copy_ns: int) -> None:
+            if size_bytes is None:
+                self._control.report_passed(step)
+            else:
+                self._control.finish_slot(slot, generation, step, size_bytes, copy_ns)
+
+        self._control.set_phase(WorkerPhase.STAGING)
         self._control.start_slot(slot, generation, step)
-        size_bytes = self._stage(slot, step, self._record.absent)
-        self._control.finish_slot(slot, generation, step, size_bytes, self._now_ns() - started_ns)
-        return Passing.LEAVE if self._record.mode is Mode.LEAVE else Passing.STAGED
+        self._stager.stage(order, finish)
+        return Passing.LEAVE if leaves else Passing.STAGED
 
     def _free_slot(self) -> int | None:
         """A free slot; waits for a limited time while both are being uploaded."""

@@ -1,10 +1,9 @@
-"""The whole training state of one rank: capture and stage it, restore it, and the resume gate. Used by `session`."""
+"""The whole training state of one rank: what saves it, restoring it, and the resume gate. Used by `session`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import crc32c
@@ -12,22 +11,20 @@ import torch
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
-from orchestrator.checkpoint.layout import Scope, ShardPlan, Shares, holder_sets, plan_shard
 from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_state, read_receipt
 from orchestrator.checkpoint.restore import read_tensors
-from orchestrator.checkpoint.staging import Metadata, SlotFile
-from orchestrator.errors import GateError, ProtocolError, StateError
+from orchestrator.errors import GateError, StateError
 from orchestrator.storage.base import ObjectStore
-from orchestrator.telemetry import reached
 from orchestrator.training import rng
-from orchestrator.training.parts import Captured, Part
+from orchestrator.training.parts import Part
 from orchestrator.training.sampler import ResumableSampler
+from orchestrator.training.stager import StateStager
 
 GATE_PARTS = ("lr", "data", "rng")
 
 
 class SavedState:
-    """Stages and restores everything that makes a resumed run the same run."""
+    """Everything that makes a resumed run the same run."""
 
     def __init__(
         self,
@@ -45,91 +42,9 @@ class SavedState:
         self._sampler = sampler
         self._optimizers = optimizers
         self._accept = accept
-        self._slots = tuple(SlotFile(Path(path)) for path in launch.slot_paths)
-        self._shares = Shares(launch.rank, launch.world_size)
-        self._plans: dict[tuple[int, ...], ShardPlan] = {}
-        self._specs: object = None
         self._rng: rng.RngState | None = None
         self.restored = False
-        self.planned = False
-        self.unique_bytes = 0
-        """Bytes of the shard that no other rank holds, the header's among them."""
-        self.twins: tuple[tuple[int, ...], ...] = ()
-        """For each part of the state that this rank has and not all have: the ranks that hold it."""
-        self._step = 0
-
-    # -- saving ------------------------------------------------------------------------------------------
-
-    def plan(self) -> int:
-        """Plan the layout and reserve both slots, with room for the loss of one node; bytes of one slot.
-
-        Raises StateError naming what cannot be saved, RefusedError if memory is short.
-        """
-        captured, metadata = self._capture(self._step)
-        self.twins = holder_sets(captured.specs(), self._launch.world_size)
-        plans = [self._plan_for(captured, metadata, absent) for absent in self._possible_absences()]
-        size = max(plan.size_bytes for plan in plans)
-        self.unique_bytes = max(plan.unique_bytes(self._launch.rank) for plan in plans)
-        for slot in self._slots:
-            slot.reserve(size)
-        self.planned = True
-        return size
-
-    def _possible_absences(self) -> list[tuple[int, ...]]:
-        """Nobody, or all ranks of one node, if this rank is not one of them.
-
-        Nodes that take equal shares from this rank need not all be tried: the first and the last one, and of those that
-        hold the same part of the state as this rank.
-        """
-        world, local, own = self._launch.world_size, self._launch.local_world_size, self._launch.rank
-        others = [[rank for rank in twins if rank // local != own // local] for twins in (range(world), *self.twins)]
-        firsts = {rank // local * local for ranks in others if ranks for rank in (ranks[0], ranks[-1])}
-        return [(), *(tuple(range(first, min(first + local, world))) for first in sorted(firsts))]
-
-    def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
-        """Copy the state at this boundary into a slot; bytes of the shard."""
-        self._step = step
-        reached("before-stage", rank=self._launch.rank, step=step)
-        captured, metadata = self._capture(step)
-        plan = self._plan_for(captured, metadata, absent)
-        try:
-            self._slots[slot].stage(plan, captured.tensors, metadata)
-        except ProtocolError:  # the values outgrew the header's reserved room
-            self._plans.clear()
-            plan = self._plan_for(captured, metadata, absent)
-            self._slots[slot].stage(plan, captured.tensors, metadata)
-        reached("after-stage", rank=self._launch.rank, step=step)
-        return plan.size_bytes
-
-    def _plan_for(self, captured: Captured, metadata: Metadata, absent: tuple[int, ...]) -> ShardPlan:
-        """The layout for this set of absent ranks; planned anew only when the set of tensors has changed."""
-        specs = captured.specs()
-        if specs != self._specs:
-            self._plans.clear()
-            self._specs = specs
-        if absent not in self._plans:
-            self._plans[absent] = plan_shard(
-                specs,
-                rank=self._launch.rank,
-                world_size=self._launch.world_size,
-                absent=absent,
-                metadata_bytes=metadata.size_bytes(),
-            )
-        return self._plans[absent]
-
-    def _capture(self, step: int) -> tuple[Captured, Metadata]:
-        captured = Captured(shares=self._shares)
-        objects = {part.name: part.capture(captured) for part in self._parts}
-        state = rng.capture()
-        prefix = f"rank.{self._launch.rank:05d}.rng."
-        for name, tensor in state.tensors().items():
-            captured.add_tensor(prefix + name, tensor, Scope.RANK)
-        metadata = Metadata(
-            values={"objects": objects},
-            rank_values={"rng": state.values()},
-            gate=self._gate(step, state).model_dump(),
-        )
-        return captured, metadata
+        self.stager = StateStager(launch, parts, self._gate)
 
     def _gate(self, step: int, state: rng.RngState) -> fmt.Gate:
         rates = [[str(group.get("lr")) for group in optimizer.param_groups] for optimizer in self._optimizers]
@@ -166,7 +81,6 @@ class SavedState:
         self._rng = None if own is None else self._saved_rng(own, rng_targets)
         self.restore_rng()
         self.restored = True
-        self._step = index.step
         saved = own or read_receipt(store, index, index.shards[0])
         self._check_gate(index, saved.gate, same=own is not None)
         return index.step

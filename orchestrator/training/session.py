@@ -115,7 +115,7 @@ class Run:
             raise
         finally:
             store.close()
-        self._boundary = Boundary(self._control, launch, self._state.stage, self._alone)
+        self._boundary = Boundary(self._control, launch, self._state.stager, self._alone)
         _warn_about_buckets(given.get("model"), launch)
         if self._state.restored:
             self._say(f"resumed from step {self.step} (checkpoint {launch.base})")
@@ -129,9 +129,9 @@ class Run:
 
     def _plan(self) -> None:
         """Reserve the slots, and publish what saving needs."""
-        slot_bytes = self._state.plan()
-        self._control.set_unique_bytes(self._state.unique_bytes)
-        self._control.set_twins(self._state.twins)
+        slot_bytes = self._state.stager.plan(self.step)
+        self._control.set_unique_bytes(self._state.stager.unique_bytes)
+        self._control.set_twins(self._state.stager.twins)
         self._control.set_slot_bytes(slot_bytes)
 
     def _refuse_world_size(self) -> None:
@@ -177,7 +177,12 @@ class Run:
         return self._state.restored
 
     def save(self) -> None:
-        """Ask for a checkpoint at the next step that all ranks can agree on; returns at once."""
+        """Ask for a checkpoint at the next step that all ranks can agree on; returns at once.
+
+        What is being staged beside the training is complete when this returns: from then until the next boundary the
+        script may write its parameters as it likes.
+        """
+        self._state.stager.join()
         self._control.ask_save()
 
     # -- the loop ----------------------------------------------------------------------------------------
@@ -193,9 +198,12 @@ class Run:
             self._control.set_phase(WorkerPhase.REFUSED)
             raise StateError("until", f"the checkpoint is of step {self.step}, beyond the last step {until}")
         self._begin(until)
-        while self.step < until:
-            yield self.step
-            self._complete(self.step + 1, final=self.step + 1 == until)
+        try:
+            while self.step < until:
+                yield self.step
+                self._complete(self.step + 1, final=self.step + 1 == until)
+        finally:  # the script may have left the loop
+            self._state.stager.join()
         self._control.set_phase(WorkerPhase.FINISHED)
 
     def after_step(self, step: int, until: int | None = None) -> None:
@@ -234,7 +242,7 @@ class Run:
             self._sampler.advance()
         self.step = step
         try:
-            if not self._state.planned:
+            if not self._state.stager.planned:
                 self._plan()
             passing = self._boundary.at(step, final=final)
         except RefusedError:
@@ -245,11 +253,13 @@ class Run:
         elif final and self._launch.attached:
             self._await_last_commit(passing)
         elif self._launch.attached and self._control.signal and self._alone():
+            self._state.stager.join()
             raise Preempted(f"left on a signal at step {step}, without a new checkpoint: the supervisor has ended")
 
     def _await_last_commit(self, passing: Passing) -> None:
         """Attached mode: the script's exit status shall tell the truth about its last step, so wait for its index."""
         until = time.monotonic() + LEAVE_SECONDS_MAX
+        self._control.set_phase(WorkerPhase.WAITING)  # no step is in the way of the upload any more
         while passing is Passing.STAGED and time.monotonic() < until:
             alone = self._alone()  # asked first: what the agent said before it ended still counts
             outcome, of_step = self._control.outcome()

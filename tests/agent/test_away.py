@@ -286,12 +286,12 @@ def test_a_settled_step_is_told_as_committed_and_its_slot_goes_by_the_rules(tmp_
         assert joined.returned is not None
         assert (joined.returned.committed_step, joined.returned.decided) == (10, ())
         control = scene.runtime.launched[0].control
-        assert control.holds_staged, "the newest complete step stays in memory"
+        assert control.holds_any, "the newest complete step stays in memory"
         scene.supervisor.say(TakeBack(node=NODE, generation=GENERATION))
         scene.agree(20, ballot=2)
         scene.supervisor.say(ordered(scene, 20))
         await asyncio.sleep(0.5)
-        assert not control.holds_staged
+        assert not control.holds_any
 
     scene.play(story)
 

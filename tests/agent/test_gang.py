@@ -38,7 +38,7 @@ from orchestrator.core.messages import (
     Staged,
     Verdict,
 )
-from orchestrator.training.boundary import Boundary, Passing
+from orchestrator.training.boundary import Boundary, Finish, Order, Passing
 from tests.agent.settings import settings_in
 
 RANKS = 3
@@ -322,6 +322,16 @@ def test_a_slot_that_is_being_written_is_never_freed_by_looking(gang: LocalGang)
     assert gang.workers[0].control.slot(0).state is SlotState.WRITING
 
 
+def test_a_slot_whose_step_was_passed_is_free_again(gang: LocalGang) -> None:
+    """A copy that was no good: its worker has said so, and writes there no more. A later copy is under way."""
+    control = gang.workers[0].control
+    control.start_slot(0, GENERATION, 10)
+    control.report_passed(10)
+    control.start_slot(1, GENERATION, 20)
+    gang.free(lambda step: False, lambda path: False)
+    assert [slot.state for slot in control.slots()] == [SlotState.FREE, SlotState.WRITING]
+
+
 def test_slots_of_another_generation_are_ignored(gang: LocalGang) -> None:
     """F80, F93: what an older generation staged is not this one's."""
     gang.workers[0].control.finish_slot(0, GENERATION - 1, 10, 4096, 0)
@@ -361,7 +371,36 @@ def test_looking_often_pays_only_while_something_is_agreed(gang: LocalGang) -> N
     assert found == [False, True, True, False]
 
 
+def test_uploads_give_way_only_to_workers_that_train(gang: LocalGang) -> None:
+    found = {}
+    for phase in WorkerPhase:
+        gang.workers[1].control.set_phase(phase)
+        found[phase] = gang.in_training
+    assert [phase for phase, in_training in found.items() if in_training] == [WorkerPhase.RUNNING]
+    gang.workers[1].control.set_phase(WorkerPhase.RUNNING)
+    prepare(gang, 1, 10)
+    decide(gang, 1, 10, Mode.LEAVE)
+    assert not gang.in_training
+    other = gang_in(gang.settings.staging / "other")
+    other.hand_down(None, lambda _: True)
+    assert not other.in_training
+
+
 # --------------------------------------------------------------------------------------- the whole agreement
+
+
+class Noting:
+    """A stager that only notes the steps."""
+
+    def __init__(self, staged: list[int]) -> None:
+        self.staged = staged
+
+    def stage(self, order: Order, finish: Finish) -> None:
+        self.staged.append(order.step)
+        finish(4096, 1000)
+
+    def join(self) -> None:
+        """Nothing is ever under way."""
 
 
 class Trainer(threading.Thread):
@@ -371,16 +410,11 @@ class Trainer(threading.Thread):
         super().__init__(daemon=True)
         place = Launch.read(worker_launch)
         self.control = ControlBlock.open(place.control_path)
-        self.boundary = Boundary(self.control, place, self.stage)
+        self.staged: list[int] = []
+        self.boundary = Boundary(self.control, place, Noting(self.staged))
         self.draw = random.Random(seed)
         self.step = 0
-        self.staged: list[int] = []
         self.stop = threading.Event()
-
-    def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
-        assert step == self.step
-        self.staged.append(step)
-        return 4096
 
     def run(self) -> None:
         self.boundary.start()

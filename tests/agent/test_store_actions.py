@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 from orchestrator import telemetry
 from orchestrator.agent.actions import StoreActions
-from orchestrator.agent.uploads import Uploads
+from orchestrator.agent.uploads import REST_SECONDS_MAX, UPLOAD_NICE, Uploads
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint import save
 from orchestrator.checkpoint.generations import read_end
 from orchestrator.checkpoint.save import commit, read_index
 from orchestrator.clock import SystemClock
@@ -249,6 +251,67 @@ async def test_a_slot_that_is_not_what_it_should_be_is_an_error_of_the_upload(
             await uploads.start(place(), path, 8192, lambda: True)
     finally:
         uploads.close()
+
+
+class Ticking:
+    """A clock that only sleeping and writing move on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.rests: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.rests.append(seconds)
+        self.now += seconds
+
+
+class SlowDisk(MemoryStore):
+    """Takes some time for each piece, and notes the priority of the thread that writes."""
+
+    def __init__(self, clock: Ticking, piece_seconds: float) -> None:
+        super().__init__()
+        self.nices: set[int] = set()
+        self._clock, self._piece_seconds = clock, piece_seconds
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        def slowly() -> Iterator[Piece]:
+            for piece in pieces:
+                self.nices.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+                self._clock.now += self._piece_seconds if key.endswith(".safetensors") else 0.0
+                yield piece
+
+        super().create(key, slowly())
+
+
+@pytest.mark.parametrize(
+    ("hurried", "piece_seconds", "rest_seconds"),
+    [(False, 0.125, 0.125), (False, 2.0, REST_SECONDS_MAX), (True, 0.125, 0)],
+)
+async def test_uploads_leave_the_training_half_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, hurried: bool, piece_seconds: float, rest_seconds: float
+) -> None:
+    """Not when there is no time to lose; and rests do not count where it is measured how fast the store is."""
+    monkeypatch.setattr(save, "PIECE_BYTES", 4096)
+    data = stage(tmp_path, {"x": torch.arange(2048)})
+    (tmp_path / "slot").write_bytes(data)
+    pieces = -(-len(data) // 4096)
+    clock = Ticking()
+    store = SlowDisk(clock, piece_seconds)
+    uploads = Uploads(store, clock, 1, lambda: hurried, clock.sleep)
+    try:
+        seconds = await uploads.start(place(), tmp_path / "slot", len(data), lambda: True)
+    finally:
+        uploads.close()
+    assert seconds == pytest.approx(pieces * piece_seconds)
+    assert clock.rests == ([] if hurried else pytest.approx([rest_seconds] * pieces))
+    assert store.nices == {UPLOAD_NICE}
+    assert commit(store, place().checkpoint)
 
 
 async def test_the_named_points_of_an_upload_come_in_order(store: MemoryStore, slot: tuple[Path, int]) -> None:

@@ -127,7 +127,7 @@ def save(rank: int, kind: Kind, folder: Path) -> None:
         np.savez(folder / "whole.npz", **whole)
     place = states.launch(folder, rank=rank, world_size=kind.world_size, local_world_size=1)
     state = states.state_of(place, model=model, optimizer=optimizer)
-    state.plan()
+    state.stager.plan()
     states.upload(FolderStore(folder / "store"), place, state, STEP)
     dist.barrier()
     if rank == 0:

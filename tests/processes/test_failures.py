@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.catalog import survey
+from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.core.job import Phase
-from orchestrator.core.messages import Request, Requested
+from orchestrator.core.messages import CheckpointId, Request, Requested
 from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
 from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
@@ -29,7 +29,7 @@ AGENT_POINTS = (
     "before-index step=20",
     "after-index step=20",
 )
-WORKER_POINTS = ("before-stage rank=1 step=20", "after-stage rank=1 step=20")
+WORKER_POINTS = ("before-stage rank=1 step=20", "while-staging rank=1 step=20", "after-stage rank=1 step=20")
 
 
 @pytest.mark.parametrize("point", WORKER_POINTS)
@@ -45,6 +45,8 @@ async def test_worker_killed_at(
     assert result.finish.exit_code == 0, result.output()
     assert final_digests(result.store) == reference
     check_store(result.store)
+    torn = CheckpointId(generation=1, step=20)
+    assert not any(entry.id == torn and entry.standing is Standing.COMMITTED for entry in survey(result.store).entries)
 
 
 @pytest.mark.parametrize("point", AGENT_POINTS)

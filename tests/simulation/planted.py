@@ -123,8 +123,8 @@ def leave_as_a_separate_word(patch: pytest.MonkeyPatch) -> None:
 def nobody_waits_for_the_decision(patch: pytest.MonkeyPatch) -> None:
     """Workers echo, but go on at the proposed step when the decision is not there yet."""
 
-    def keep(self: Boundary, step: int, patience_seconds: float) -> Passing:
-        return self._stage_now(step) if self._record.decided_step == step else Passing.GO_ON
+    def keep(self: Boundary, step: int, patience_seconds: float, *, final: bool) -> Passing:
+        return self._stage_now(step, final=final) if self._record.decided_step == step else Passing.GO_ON
 
     patch.setattr(Boundary, "_keep", keep)
 

@@ -14,6 +14,7 @@ from orchestrator.checkpoint.layout import Scope
 from orchestrator.checkpoint.save import ShardPlace, commit, upload_shard
 from orchestrator.core.messages import CheckpointId
 from orchestrator.storage.base import ObjectStore
+from orchestrator.training.boundary import Order
 from orchestrator.training.parts import ModelPart, ObjectPart, Part, make_part, name_parameters
 from orchestrator.training.sampler import ResumableSampler
 from orchestrator.training.saved_state import SavedState
@@ -71,9 +72,21 @@ def state_of(place: Launch, accept: tuple[str, ...] = (), **given: Any) -> Saved
     )
 
 
+def stage(state: SavedState, slot: int, step: int, absent: tuple[int, ...] = (), *, may_overlap: bool = False) -> int:
+    """Stage one shard to its end; its bytes, 0 if it is no good."""
+    sizes: list[int] = []
+    state.stager.stage(
+        Order(slot=slot, step=step, absent=absent, may_overlap=may_overlap),
+        lambda size_bytes, copy_ns: sizes.append(size_bytes or 0),
+    )
+    state.stager.join()
+    (size,) = sizes
+    return size
+
+
 def upload(store: ObjectStore, place: Launch, state: SavedState, step: int, absent: tuple[int, ...] = ()) -> None:
     """Stage and make one rank's shard durable."""
-    size_bytes = state.stage(0, step, absent)
+    size_bytes = stage(state, 0, step, absent)
     where = ShardPlace(
         job=place.job,
         checkpoint=CheckpointId(generation=place.generation, step=step),
@@ -87,7 +100,7 @@ def upload(store: ObjectStore, place: Launch, state: SavedState, step: int, abse
 def save(store: ObjectStore, states: Sequence[tuple[Launch, SavedState]], step: int) -> CheckpointId:
     """A committed checkpoint of all ranks."""
     for place, state in states:
-        state.plan()
+        state.stager.plan()
         upload(store, place, state, step)
     checkpoint = CheckpointId(generation=states[0][0].generation, step=step)
     assert commit(store, checkpoint)

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.checkpoint import slots
 from orchestrator.checkpoint.slots import ControlBlock, Record, SlotState, WorkerPhase
 from orchestrator.core.messages import Mode
-from orchestrator.training.boundary import FINAL_WAIT_SECONDS, Boundary, Passing
+from orchestrator.training.boundary import FINAL_WAIT_SECONDS, Boundary, Finish, Order, Passing
 from tests.training.agents import FakeTime
 from tests.training.states import launch
 
@@ -57,15 +57,27 @@ class Scene:
         worker.log = []
         self.worker = worker
         self.staged: list[tuple[int, int, tuple[int, ...]]] = []
+        self.orders: list[Order] = []
         self.stage_seconds = 0.0
-        self.boundary = Boundary(self.worker, self.place, self.stage, now_ns=time.monotonic_ns, sleep=time.sleep)
+        self.overlaps = False
+        self.size_bytes: int | None = 4096
+        self.under_way: list[Callable[[], None]] = []
+        self.boundary = Boundary(self.worker, self.place, self, now_ns=time.monotonic_ns, sleep=time.sleep)
         self.boundary.start()
 
-    def stage(self, slot: int, step: int, absent: tuple[int, ...]) -> int:
-        self.staged.append((slot, step, absent))
+    def stage(self, order: Order, finish: Finish) -> None:
+        assert not self.under_way
+        self.orders.append(order)
+        self.staged.append((order.slot, order.step, order.absent))
         assert self.agent.phase is WorkerPhase.STAGING
         self.time.now += self.stage_seconds
-        return 4096
+        self.under_way.append(lambda: finish(self.size_bytes, int(self.stage_seconds * 1e9)))
+        if not (self.overlaps and order.may_overlap):
+            self.join()
+
+    def join(self) -> None:
+        while self.under_way:
+            self.under_way.pop()()
 
     def at(self, step: int, *, final: bool = False) -> Passing:
         self.worker.log.clear()
@@ -283,13 +295,82 @@ def test_a_slot_that_stays_busy_means_that_the_step_is_passed(scene: Scene) -> N
     assert scene.agent.phase is WorkerPhase.RUNNING
 
 
+def overlapping(scene: Scene) -> Scene:
+    scene.overlaps = True
+    return scene
+
+
+def test_a_copy_beside_the_training_is_complete_before_the_next_step_is_published(scene: Scene) -> None:
+    """Whoever sees a step published sees what was staged before it: nobody takes a late copy for a missed step."""
+    assert stage_once(overlapping(scene), 10) is Passing.STAGED
+    assert scene.worker.log == ["publish 10", "writing 0"]
+    assert scene.agent.slot(0).state is SlotState.WRITING
+    assert scene.agent.phase is WorkerPhase.RUNNING
+    scene.at(11)
+    assert scene.worker.log == ["staged 0", "publish 11"]
+    assert scene.agent.slot(0).step == 10
+
+
+@pytest.mark.parametrize("how", ["leaves", "final", "absent ranks", "a signal"])
+def test_where_somebody_waits_for_the_shard_nothing_overlaps(scene: Scene, how: str) -> None:
+    if how == "a signal":
+        scene.worker.note_signal(15)
+    mode = Mode.LEAVE if how == "leaves" else Mode.STAY
+    absent = (0,) if how == "absent ranks" else ()
+    scene.agent.write_record(Record(ballot=1, decided_step=10, mode=mode, absent=absent))
+    overlapping(scene).at(10, final=how == "final")
+    assert scene.agent.slot(0).state is SlotState.STAGED
+    assert [order.may_overlap for order in scene.orders] == [False]
+
+
+def test_a_third_save_waits_while_one_slot_is_read_and_the_other_was_being_written(scene: Scene) -> None:
+    """The copy under way is completed first, so that a slot is never written twice and no step is given up for it."""
+    stage_once(overlapping(scene), 10)
+    stage_once(scene, 20)
+    assert [slot.state for slot in scene.agent.slots()] == [SlotState.STAGED, SlotState.WRITING]
+    states: list[list[SlotState]] = []
+
+    def look() -> None:
+        states.append([slot.state for slot in scene.agent.slots()])
+        if len(states) == 3:
+            scene.agent.free_slot(0)
+
+    scene.time.while_waiting = look
+    assert stage_once(scene, 30) is Passing.STAGED
+    assert states == [[SlotState.STAGED, SlotState.STAGED]] * 3
+    assert scene.worker.log == ["staged 1", "publish 30", "writing 0"]
+
+
+def test_a_third_save_that_finds_no_slot_is_passed_and_the_one_before_is_complete(scene: Scene) -> None:
+    stage_once(overlapping(scene), 10)
+    stage_once(scene, 20)
+    assert stage_once(scene, 30) is Passing.GO_ON
+    assert scene.agent.passed == 30
+    assert [slot.step for slot in scene.agent.slots()] == [10, 20]
+    assert {slot.state for slot in scene.agent.slots()} == {SlotState.STAGED}
+
+
+def test_a_copy_that_is_no_good_is_reported_as_a_pass(scene: Scene) -> None:
+    """Its slot stays `writing`: nobody may take it for a shard; the agent frees it on the worker's word."""
+    overlapping(scene).size_bytes = None
+    stage_once(scene, 10)
+    assert scene.agent.passed is None
+    scene.at(11)
+    assert scene.worker.log == ["passed 10", "publish 11"]
+    assert scene.agent.slot(0).state is SlotState.WRITING
+    scene.size_bytes = 4096
+    stage_once(scene, 20)
+    scene.at(21)
+    assert (scene.agent.slot(1).state, scene.agent.slot(1).step) == (SlotState.STAGED, 20)
+
+
 def test_a_failure_while_staging_leaves_the_slot_unfinished(scene: Scene) -> None:
     """Nobody may take it for a shard; the agent frees it when the worker's exit is confirmed."""
 
-    def fails(slot: int, step: int, absent: tuple[int, ...]) -> int:
+    def fails(order: Order, finish: Finish) -> None:
         raise MemoryError
 
-    scene.boundary = Boundary(scene.worker, scene.place, fails)
+    scene.stage = fails  # type: ignore[method-assign]
     scene.agent.write_record(Record(ballot=1, decided_step=10))
     with pytest.raises(MemoryError):
         scene.at(10)

@@ -725,7 +725,7 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path: Path
     place = states.launch(tmp_path)
     state = state_of(place, model=nn.Linear(2, 2), odd=Counting({"0": {"fn": lambda: None}}))
     with pytest.raises(StateError, match="function") as caught:
-        state.plan()
+        state.stager.plan()
     assert caught.value.path == "odd.0.fn"
     assert isinstance(caught.value, RefusedError)
 
@@ -749,7 +749,7 @@ def test_objects_that_come_or_go_are_named(store: MemoryStore, tmp_path: Path) -
 def test_two_objects_never_share_a_tensors_name(tmp_path: Path) -> None:
     given: dict[str, Any] = {"a": Counting({"b.c": torch.ones(1)}), "a.b": Counting({"c": torch.zeros(1)})}
     with pytest.raises(StateError, match="two tensors"):
-        state_of(states.launch(tmp_path), **given).plan()
+        state_of(states.launch(tmp_path), **given).stager.plan()
 
 
 def test_a_tree_that_names_a_missing_tensor_is_a_format_error(store: MemoryStore, tmp_path: Path) -> None:

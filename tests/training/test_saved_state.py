@@ -380,7 +380,7 @@ def test_state_that_appears_later_is_planned_anew(store: MemoryStore, tmp_path: 
     given = adam()
     place = launch(tmp_path)
     state = state_of(place, **given)
-    before = state.plan()
+    before = state.stager.plan()
     states.upload(store, place, state, 0)
     adam_step(given)
     states.upload(store, place, state, 1)
@@ -394,7 +394,7 @@ def test_values_that_outgrow_the_header_are_planned_anew(store: MemoryStore, tmp
     holder = Holder({"losses": [0.5]})
     place = launch(tmp_path)
     state = state_of(place, thing=holder, model=nn.Linear(3, 3))
-    small = state.plan()
+    small = state.stager.plan()
     holder.state["losses"] = [random.random() for _ in range(5000)]
     checkpoint = save(store, [(place, state)], 2)
     holder.state["losses"] *= 2
@@ -416,20 +416,20 @@ def test_the_space_for_the_loss_of_one_node_is_reserved_beforehand(
         given = adam()
         adam_step(given)
         state = state_of(launch(tmp_path, rank=rank, world_size=world_size, local_world_size=local), **given)
-        reserved = state.plan()
+        reserved = state.stager.plan()
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
             for absent in [(), nodes[0], nodes[-1]]:
                 if rank not in absent:
-                    assert state.stage(0, 5, absent) <= reserved
-                    assert state.stage(1, 6, absent) <= reserved
+                    assert states.stage(state, 0, 5, absent) <= reserved
+                    assert states.stage(state, 1, 6, absent) <= reserved
 
 
 def test_memory_that_is_short_is_said_when_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F106: before the first save, with numbers."""
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(RefusedError, match="a staging slot needs"):
-        state_of(launch(tmp_path), model=nn.Linear(2, 2)).plan()
+        state_of(launch(tmp_path), model=nn.Linear(2, 2)).stager.plan()
 
 
 def test_absent_ranks_own_nothing_shared(store: MemoryStore, tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_absent_ranks_own_nothing_shared(store: MemoryStore, tmp_path: Path) -> 
     index = read_committed(store, checkpoint)
     assert {chunk.rank for name in index.tensors for chunk in index.chunks(name)} == {0, 1}
     victim = state_of(launch(tmp_path, rank=2, world_size=3), **adam())
-    size_bytes = victim.stage(0, 6, (2,))
+    size_bytes = states.stage(victim, 0, 6, (2,))
     data = (tmp_path / "g1-r2.slot-0").read_bytes()[:size_bytes]
     metadata, _, header = shard_metadata("shard", memoryview(data))
     assert set(header) == {"__metadata__", "rank.00002.rng.torch"}

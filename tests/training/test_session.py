@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
 from orchestrator.checkpoint.reader import read_committed, read_receipt
-from orchestrator.checkpoint.slots import LeaveOutcome, WorkerPhase
+from orchestrator.checkpoint.slots import LeaveOutcome, SlotState, WorkerPhase
 from orchestrator.core.messages import CheckpointId, Mode
 from orchestrator.errors import (
     ConfigError,
@@ -473,6 +474,7 @@ def test_after_step_serves_loops_that_are_not_ours(stage: Stage) -> None:
             agent.propose(4)
         agent.look()
         run.after_step(step + 1)
+    run._state.stager.join()  # as at the end of the script
     agent.look()
     assert agent.committed == [4]
     assert run.step == 4
@@ -533,6 +535,69 @@ def test_the_two_ways_are_not_mixed(stage: Stage) -> None:
     run.after_step(1)
     with pytest.raises(ConfigError, match="cannot be mixed"):
         next(run.steps(until=3))
+
+
+# ------------------------------------------------------------------------------------- staging beside the training
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread copies anything: what is not joined stays undone."""
+
+    class Never(threading.Thread):
+        def start(self) -> None:
+            """It never gets to run."""
+
+    monkeypatch.setattr(threading, "Thread", Never)
+
+
+def staging_at(stage: Stage, at: int, **options: Any) -> tuple[OneAgent, Run, Script, Iterator[int]]:
+    """A job whose step is being staged, in the loop's next turn; nothing of that turn is trained yet."""
+    agent = stage.agent(**options)
+    script = Script()
+    run = script.attach()
+    agent.propose(at)
+    script.start_loader()
+    steps = run.steps(until=10)
+    for step in steps:
+        if step == at:
+            break
+        script.train_one()
+    assert agent.control.slot(0).state is SlotState.WRITING
+    return agent, run, script, steps
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_save_is_complete_when_the_optimizer_steps(stage: Stage) -> None:
+    agent, _, script, _ = staging_at(stage, 3)
+    script.train_one()
+    assert agent.control.slot(0).state is SlotState.STAGED
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_save_is_complete_when_the_script_asks_for_one(stage: Stage) -> None:
+    """From then on the script may write its weights by hand, until the next boundary."""
+    agent, run, _, _ = staging_at(stage, 3)
+    run.save()
+    assert agent.control.slot(0).state is SlotState.STAGED
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_save_is_complete_when_the_script_leaves_the_loop(stage: Stage) -> None:
+    agent, _, _, steps = staging_at(stage, 3)
+    steps.close()  # type: ignore[attr-defined]
+    assert agent.control.slot(0).state is SlotState.STAGED
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_save_is_complete_before_the_worker_leaves_without_another(stage: Stage) -> None:
+    """Attached, alone and signalled: the process ends here."""
+    agent, run, _, steps = staging_at(stage, 3, attached=True)
+    agent.control.set_outcome(LeaveOutcome.RELEASED, 0)
+    run._control.note_signal(signal.SIGTERM)
+    with pytest.raises(Preempted):
+        next(steps)  # the turn trained nothing, so no optimizer has stepped
+    assert agent.control.slot(0).state is SlotState.STAGED
 
 
 # ---------------------------------------------------------------------------------------------- leaving, signals

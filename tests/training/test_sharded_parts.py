@@ -89,7 +89,7 @@ def save_on(store: MemoryStore, folder: Path, shape: tuple[int, int]) -> None:
         with process_group(rank, shape[0] * shape[1]) as mesh_of:
             place = states.launch(folder, rank=rank, world_size=shape[0] * shape[1])
             state = states.state_of(place, **trained(sharded_state(mesh_of(shape), rank), 3.0))
-            state.plan()
+            state.stager.plan()
             states.upload(store, place, state, CHECKPOINT.step)
     assert commit(store, CHECKPOINT)
 
@@ -167,12 +167,12 @@ def test_the_plan_says_who_holds_what_and_what_only_this_rank_has(tmp_path: Path
     with process_group(1, 4) as mesh_of:
         place = states.launch(tmp_path, rank=1, world_size=4)
         state = states.state_of(place, **trained(sharded_state(mesh_of((2, 2)), 1), 3.0))
-        assert state.plan() > state.unique_bytes > 0
+        assert state.stager.plan() > state.stager.unique_bytes > 0
         # rows: each rank its own; columns: the second column of ranks; few: the first row of ranks
-        assert state.twins == ((0, 1), (1,), (1, 3))
+        assert state.stager.twins == ((0, 1), (1,), (1, 3))
         plain = states.state_of(states.launch(tmp_path, rank=1, world_size=4), **trained(whole_state(), 3.0))
-        plain.plan()
-        assert plain.twins == ()
+        plain.stager.plan()
+        assert plain.stager.twins == ()
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
