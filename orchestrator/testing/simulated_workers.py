@@ -206,7 +206,7 @@ class _Program:
     def _train(self, launch: Launch, control: ControlBlock) -> int:
         control.set_phase(WorkerPhase.RESTORING)
         step, weights = self._restore(launch)
-        stager = _Stager(self._random, self._process, launch)
+        stager = SimulatedStager(self._random, self._process, launch)
         stager.weights = weights
         thread = current_thread()
         boundary = Boundary(
@@ -254,7 +254,7 @@ class _Program:
         return index.step, weights
 
 
-class _Stager:
+class SimulatedStager:
     """Stages the weights as the real one does: at once, or in a thread of the same process while training goes on."""
 
     def __init__(self, draw: random.Random, process: SimulatedProcess, launch: Launch) -> None:

@@ -18,7 +18,7 @@ import torch
 from orchestrator.checkpoint.layout import Scope, Shares, local_part
 from orchestrator.checkpoint.staging import Fixed
 from orchestrator.training.overlap import Owners
-from orchestrator.training.parts import Captured, ModelPart, ObjectPart, OptimizerPart, Part
+from orchestrator.training.parts import Captured, ModelPart, ObjectPart, OptimizerPart, Part, tensor_names
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _STATE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
@@ -63,7 +63,7 @@ class Captures:
                 for taken in (captured.tensors, captured.sources):
                     taken.update(zip(known.names, walk.tensors, strict=True))
                 captured.scopes.update(known.scopes)
-                expected += len(known.names)
+                expected += len(known.scopes)
                 within = len(captured.tensors)
                 trees[part.name] = known.tree(part, captured)
                 expected += len(captured.tensors) - within
@@ -78,8 +78,7 @@ class Captures:
             before = len(captured.tensors)
             trees[part.name] = part.capture(captured)
             walk = walks[part.name]
-            names = list(captured.tensors)[before:]
-            learnt = None if walk is None else _learn(part, walk, names, captured, trees[part.name])
+            learnt = None if walk is None else _learn(part, walk, captured, trees[part.name])
             if learnt is None:
                 others.append(_kinds(captured, before))
             else:
@@ -189,7 +188,7 @@ def _walk_optimizer(optimizer: torch.optim.Optimizer) -> _Walk | None:
     return _walked(structure, values)
 
 
-def _learn(part: Part, walk: _Walk, names: list[str], captured: Captured, tree: Any) -> _Known | None:
+def _learn(part: Part, walk: _Walk, captured: Captured, tree: Any) -> _Known | None:
     """What to keep of a full capture, if walking finds the very tensors that it found, in the same order."""
     if not all(type(tensor) in _PLAIN_TENSORS for tensor in walk.tensors):
         return None
@@ -199,6 +198,8 @@ def _learn(part: Part, walk: _Walk, names: list[str], captured: Captured, tree: 
         if found is None:
             return None
         group_names, names, tree = found
+    else:  # tied weights stand under their first name
+        names = [name for value in tree.values() for name in tensor_names(value)]
     if len(names) != len(walk.tensors) or not set(names) <= set(captured.tensors):
         return None
     for name, tensor in zip(names, walk.tensors, strict=True):

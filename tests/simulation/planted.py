@@ -19,9 +19,11 @@ from orchestrator.core import agreement, proposing, settling
 from orchestrator.core.messages import Event, Refused
 from orchestrator.core.turn import Turn
 from orchestrator.storage.base import ObjectStore
+from orchestrator.testing import simulated_workers
 from orchestrator.testing.simulated_cluster import SimulatedCluster
 from orchestrator.testing.simulated_store import SimulatedStore
-from orchestrator.training.boundary import Boundary, Passing
+from orchestrator.testing.simulated_workers import SimulatedStager
+from orchestrator.training.boundary import Boundary, Finish, Order, Passing
 from tests.simulation import disaster
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -129,6 +131,18 @@ def nobody_waits_for_the_decision(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Boundary, "_keep", keep)
 
 
+def staged_when_the_copy_begins(patch: pytest.MonkeyPatch) -> None:
+    """The slot is called staged at the boundary, while its bytes are copied beside the training."""
+
+    def stage(self: SimulatedStager, order: Order, finish: Finish) -> None:
+        plan = simulated_workers._plan(self._launch.rank, self._launch.world_size, order.absent)
+        finish(plan.size_bytes, 0)
+        real(self, order, lambda size_bytes, copy_ns: None)
+
+    real = SimulatedStager.stage
+    patch.setattr(SimulatedStager, "stage", stage)
+
+
 PLANTED: tuple[Plant, ...] = (
     step_without_the_echo,
     echo_from_the_agent,
@@ -140,4 +154,5 @@ PLANTED: tuple[Plant, ...] = (
     base_before_roll_forward,
     leave_as_a_separate_word,
     nobody_waits_for_the_decision,
+    staged_when_the_copy_begins,
 )
