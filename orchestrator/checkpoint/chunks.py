@@ -66,7 +66,7 @@ class Series(NamedTuple):
     @property
     def stop(self) -> int:
         """The element after the last one; of boxes, the one after the last box's first."""
-        last = self.start + max(self.ranks - 1, 0) * self.step + max(self.repeats - 1, 0) * self.jump
+        last = self.start + (self.ranks - 1) * self.step + (self.repeats - 1) * self.jump
         return last + (1 if self.box else self.length)
 
     def all_ranks(self) -> list[int]:
@@ -100,6 +100,8 @@ class Series(NamedTuple):
 
     def text(self) -> str:
         """As it stands in the index: ranks, elements, place."""
+        if self.ranks == self.repeats == 1 and not self.box:
+            return f"{self.rank}*1:{self.start}+{self.length}@{self.offset}"
         times = f"x{self.repeats}" if self.repeats > 1 else ""
         times += f"/{self.every}" if self.repeats > 1 and self.every != self.ranks else ""
         apart = f"~{self.step}" if self.repeats > 1 or (self.ranks > 1 and self.step != self.length) else ""
@@ -205,10 +207,10 @@ class TensorChunks:
 
         Raises ValueError if elements are there already or beyond the tensor.
         """
-        if self._run is not None:
-            rank, start, *alike = self._run
-            if rank + 1 == upto == run[0] and alike == list(run[2:]) and start < run[1]:
-                self.step = run[1] - start  # the second chunk says how far apart they are
+        first = self._run
+        if first is not None:
+            if first[0] + 1 == upto == run[0] and first[2:] == run[2:] and first[1] < run[1]:
+                self.step = run[1] - first[1]  # the second chunk says how far apart they are
                 return
             self._end(upto)
         self._run = run
@@ -235,7 +237,9 @@ class TensorChunks:
     def _flush(self, series: Series) -> None:
         check_series(series, self.shape, self.total)
         self._boxed = _same_kind(self._boxed, series)
-        if not series.box:
+        if not series.box and series.ranks == series.repeats == 1:
+            self._cover.add(series.start, series.stop)
+        elif not series.box:
             for start, stop in series.ranges():
                 self._cover.add(start, stop)
         if self._text:
@@ -271,7 +275,7 @@ def _repeated(series: Series, run: Series) -> Series | None:
 
 def _same_kind(boxed: bool | None, series: Series) -> bool:
     """A tensor is stored in ranges or in boxes. Raises ValueError if it is in both."""
-    if boxed not in (None, bool(series.box)):
+    if boxed is not None and boxed is not bool(series.box):
         raise ValueError(
             f"rank {series.rank} has {'a box' if series.box else 'a range'} of it, ranks before it have not"
         )

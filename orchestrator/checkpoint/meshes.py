@@ -34,6 +34,8 @@ class Mesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where a rank stands. Raises ValueError if it is not in the mesh."""
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not in its mesh of {len(self.ranks)} ranks")
         place, found = self.ranks.index(rank), []
         for stride in strides(self.shape):
             index, place = divmod(place, stride)
