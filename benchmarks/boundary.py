@@ -11,7 +11,6 @@ than training (`boundary`); their own time is the line after it.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -103,7 +102,6 @@ def running(folder: Path, staging: Path) -> Iterator[list[int]]:
     ]
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(engine.ROOT), os.environ.get("PYTHONPATH"))))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # not without ending what was started
     with started([command], [environment], folder) as processes:
         worker = int(await_file(folder, "worker").read_text())
         supervisor = processes[0].pid

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import sys
 from itertools import pairwise
@@ -40,7 +39,6 @@ PHASES = 12
 def main() -> None:
     """Measure and print."""
     given, report = options(__doc__), Report()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # not without ending what was started
     for state in given.states:
         with scratch(given.folder) as folder, scratch(MEMORY) as staging:
             take_in(state, measure(state, given, folder, staging), report)
@@ -66,7 +64,7 @@ def measure(state: State, given: Options, folder: Path, staging: Path) -> dict[s
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(engine.ROOT), os.environ.get("PYTHONPATH"))))
     with started([command], [environment], folder):
-        limit_seconds = START_SECONDS + 2 * given.limit_seconds
+        limit_seconds = START_SECONDS + 4 * given.limit_seconds
         result: dict[str, Any] = json.loads(await_file(folder, "result.json", limit_seconds).read_text())
     if "error" in result:
         sys.exit(f"the training failed:\n{result['error']}")

@@ -9,6 +9,8 @@ sum is a line of its own. For comparison, `dcp.save` and `dcp.async_save`, which
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
 from collections.abc import Callable
 from itertools import count
@@ -83,6 +85,8 @@ def lines_of(what: str, samples: Samples) -> list[Line]:
 
 def peak_extra_bytes(act: Callable[[], object]) -> int:
     """The most anonymous memory of this process during an act, beyond what it had before."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what an earlier save has freed would be taken again unseen
     before = highest = anonymous_bytes()
     ended = threading.Event()
 

@@ -14,11 +14,20 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.errors import OrchestratorError, Preempted
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoint.opened import OpenedCheckpoint, open_checkpoint
     from orchestrator.training.sampler import ResumableSampler
     from orchestrator.training.session import Run, attach
 
 __version__ = "0.1.0"
-__all__ = ["OrchestratorError", "Preempted", "ResumableSampler", "Run", "attach"]
+__all__ = [
+    "OpenedCheckpoint",
+    "OrchestratorError",
+    "Preempted",
+    "ResumableSampler",
+    "Run",
+    "attach",
+    "open_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,4 +39,8 @@ def __getattr__(name: str) -> Any:
         from orchestrator.training import session
 
         return getattr(session, name)
+    if name in ("OpenedCheckpoint", "open_checkpoint"):
+        from orchestrator.checkpoint import opened
+
+        return getattr(opened, name)
     raise AttributeError(f"module 'orchestrator' has no attribute {name!r}")

@@ -27,6 +27,9 @@ _SERIES = re.compile(
     rf"(?:#((?:{_NUMBER},)*{_NUMBER}))?"
 )
 
+_WHOLE = re.compile(rf"{_NUMBER}\*1:0\+{_NUMBER}@{_NUMBER}")
+"""A tensor that one rank has all of, as most small ones are."""
+
 
 class Chunk(NamedTuple):
     """Elements [start, stop) of a tensor, or of a box of it, at bytes [first_byte, last_byte) of a rank's shard."""
@@ -389,6 +392,12 @@ def all_chunks(
 
     Raises ValueError, before anything is made that is larger than the text and the shards' number.
     """
+    if match := _WHOLE.fullmatch(text):
+        rank, length, offset = map(int, match.groups())
+        header_bytes, data_bytes = places.get(rank, (0, -1))
+        if length == total and offset + length * width <= data_bytes:
+            first = header_bytes + offset
+            return [Chunk(rank, 0, total, first, first + total * width)]
     found: list[Chunk] = []
     parts: list[BoxPart] = []
     cover, boxed = Cover(), None

@@ -266,17 +266,21 @@ def _fill(shard: _Shard, stride: _Stride, spare: memoryview) -> None:
 
 def _parts(stride: _Stride, spare: memoryview) -> Iterator[memoryview]:
     """The memory that the stride's bytes go to, in their order."""
-    start, position = stride.start, stride.start
+    start, stop, position = stride.start, stride.stop, stride.start
     for first, last, target in stride.pieces:
-        low, high = max(first, start), min(last, stride.stop)
+        low = first if first > start else start
+        high = last if last < stop else stop
         if position < low:
             yield spare[position - start : low - start]
-        yield (
-            target[low - first : high - first] if isinstance(target, memoryview) else spare[low - start : high - start]
-        )
+        if not isinstance(target, memoryview):
+            yield spare[low - start : high - start]
+        elif low == first and high == last:
+            yield target
+        else:
+            yield target[low - first : high - first]
         position = high
-    if position < stride.stop:
-        yield spare[position - start : stride.stop - start]
+    if position < stop:
+        yield spare[position - start : stop - start]
 
 
 def _in_blocks(parts: Iterable[memoryview]) -> list[list[memoryview]]:
@@ -284,14 +288,17 @@ def _in_blocks(parts: Iterable[memoryview]) -> list[list[memoryview]]:
     blocks: list[list[memoryview]] = []
     room = 0
     for part in parts:
-        rest = part
-        while rest:
+        rest, size = part, len(part)
+        while size:
             if room == 0:
                 blocks.append([])
                 room = fmt.BLOCK_BYTES
+            if size <= room:
+                blocks[-1].append(rest)
+                room -= size
+                break
             blocks[-1].append(rest[:room])
-            room -= len(blocks[-1][-1])
-            rest = rest[len(blocks[-1][-1]) :]
+            rest, size, room = rest[room:], size - room, 0
     return blocks
 
 

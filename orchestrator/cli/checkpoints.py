@@ -73,12 +73,16 @@ def show(
     which: Which = NEWEST,
     job: JobName = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Name every tensor.")] = False,
+    tensor: Annotated[str | None, typer.Option("--tensor", metavar="NAME", help="Where one tensor is.")] = None,
     json_output: Json = False,
 ) -> None:
-    """Show one checkpoint: where it stands, its shards, and on request its tensors."""
+    """Show one checkpoint: where it stands, its shards, and on request its tensors, or one of them in detail."""
     store = open_job(url, job)
     entry = _find(_survey(store), which)
     index = _index_of(store, entry)
+    if tensor is not None:
+        _show_tensor(entry, index, tensor, json_output=json_output)
+        return
     if json_output:
         print_json(_as_dict(entry) | ({} if index is None else _index_as_dict(index, tensors=tensors)))
         return
@@ -87,7 +91,7 @@ def show(
         shards = [(shard.rank, size_text(shard.size_bytes), f"{shard.crc32c:08x}") for shard in index.shards]
         output().print(table(("shard of rank", "size", "crc32c"), shards))
         if tensors:
-            output().print(table(("tensor", "type", "shape", "parts"), _tensor_rows(index)))
+            output().print(table(("tensor", "type", "shape", "size", "shards"), _tensor_rows(index)))
 
 
 @checkpoints.command()
@@ -226,8 +230,7 @@ def _index_as_dict(index: Index, *, tensors: bool) -> dict[str, Any]:
     }
     if tensors:
         found["tensors"] = {
-            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": len(index.chunks(name))}
-            for name, tensor in index.tensors.items()
+            name: _tensor_as_dict(index, name) | {"chunks": len(index.chunks(name))} for name in index.tensors
         }
     return found
 
@@ -253,7 +256,64 @@ def _element_count(index: Index) -> int:
 
 def _tensor_rows(index: Index) -> Iterator[tuple[object, ...]]:
     for name, tensor in sorted(index.tensors.items()):
-        yield name, tensor.dtype, " × ".join(map(str, tensor.shape)) or "one number", len(index.chunks(name))
+        found = _tensor_as_dict(index, name)
+        yield name, tensor.dtype, _shape_text(tensor.shape), size_text(found["size_bytes"]), len(found["shards"])
+
+
+def _tensor_as_dict(index: Index, name: str) -> dict[str, Any]:
+    from orchestrator.checkpoint.format import DTYPE_BYTES
+
+    tensor = index.tensors[name]
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "size_bytes": prod(tensor.shape) * DTYPE_BYTES[tensor.dtype],
+        "shards": sorted({chunk.rank for chunk in index.chunks(name)}),
+    }
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "one number"
+
+
+def _show_tensor(entry: CatalogEntry, index: Index | None, name: str, *, json_output: bool) -> None:
+    """One tensor: what it is, and which bytes of which shard file have which of its elements."""
+    from orchestrator.checkpoint.format import shard_key
+
+    if index is None:
+        raise NotFoundError(str(entry.id), f"it is {entry.standing}: there is no index that names tensors")
+    if name not in index.tensors:
+        raise NotFoundError(name, f"{entry.id} has no tensor of this name; --tensors shows all")
+    found, chunks = _tensor_as_dict(index, name), index.chunks(name)
+    files = [shard_key(index.id, chunk.rank, index.world_size).rpartition("/")[2] for chunk in chunks]
+    if json_output:
+        places = [
+            {
+                "rank": chunk.rank,
+                "file": file,
+                "first_element": chunk.start,
+                "elements": chunk.stop - chunk.start,
+                "first_byte": chunk.first_byte,
+                "size_bytes": chunk.last_byte - chunk.first_byte,
+            }
+            for chunk, file in zip(chunks, files, strict=True)
+        ]
+        print_json({"checkpoint": str(entry.id), "name": name} | found | {"places": places})
+        return
+    described = (
+        ("tensor", name),
+        ("checkpoint", entry.id),
+        ("type", found["dtype"]),
+        ("shape", _shape_text(index.tensors[name].shape)),
+        ("elements", f"{prod(found['shape']):,}"),
+        ("size", size_text(found["size_bytes"])),
+    )
+    output().print(facts(described))
+    rows = [
+        (chunk.start, chunk.stop, file, chunk.first_byte, chunk.last_byte)
+        for chunk, file in zip(chunks, files, strict=True)
+    ]
+    output().print(table(("from element", "to before", "file", "from byte", "to before"), rows))
 
 
 # ---------------------------------------------------------------------------------------------- verification

@@ -32,7 +32,7 @@ OPEN_PAUSE_SECONDS_MAX = 60.0  # between two attempts to open a generation while
 def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     """A node connected for the first time."""
     job = turn.job
-    if event.node in job.nodes:
+    if event.node in job.nodes or event.node in job.given_back:
         return
     turn.add_node(event.node, event.objects_url)
     turn.set(nodes_requested=max(0, job.nodes_requested - 1))

@@ -69,6 +69,7 @@ def step(job: Job, event: Event, now_seconds: float) -> tuple[Job, tuple[Action,
     turn = Turn(job, now_seconds)
     if job.phase is not Phase.ENDED:
         _dispatch(turn, event)
+        returning.give_back_silent(turn)
         clearing.clear(turn)
         forming.consider(turn)
     return turn.job, tuple(turn.actions)

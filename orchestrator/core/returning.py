@@ -56,18 +56,20 @@ def decide(turn: Turn) -> bool:
     awaited = job.expected - job.nodes.keys()
     if awaited and not whole and turn.now < job.expect_until_seconds:
         return True
-    if awaited:
-        _give_back(turn, sorted(awaited))
-    if job.expected:
-        turn.set(expected=frozenset())
     if members:
         _take_back(turn, members)
     return bool(members)
 
 
-def _give_back(turn: Turn, silent: list[str]) -> None:
-    """A node that is found and silent may still train, hold memory and devices: its scheduler ends it."""
-    turn.note("nodes silent", f"{', '.join(silent)} did not report: they are given back, the job goes on without")
+def give_back_silent(turn: Turn) -> None:
+    """A node that was found and is silent may still train, hold memory and devices: its scheduler ends it."""
+    job = turn.job
+    if not job.expected or turn.now < job.expect_until_seconds:
+        return
+    silent = sorted(job.expected - job.nodes.keys())
+    turn.set(expected=frozenset(), given_back=job.given_back.union(silent))
+    if silent:
+        turn.note("nodes silent", f"{', '.join(silent)} did not report: they are given back, the job goes on without")
     for node in silent:
         turn.do(ReleaseNode(node=node, reason="it did not report to a supervisor that was started again"))
 

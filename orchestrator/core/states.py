@@ -184,6 +184,8 @@ class Job(Changeable):
     """The nodes that a notice has named."""
     expected: frozenset[str] = frozenset()
     """Nodes that an earlier supervisor left running and that may still report."""
+    given_back: frozenset[str] = frozenset()
+    """Nodes that were given back before they reported: one that does so all the same is about to be ended."""
     expect_until_seconds: float = 0.0
     returned: Mapping[str, GangReturned] = field(default_factory=dict)
     """What the nodes that have reported run."""

@@ -86,8 +86,44 @@ def test_show_the_newest(command: Command, store: ObjectStore) -> None:
 
 def test_show_one_with_its_tensors(command: Command, store: ObjectStore) -> None:
     shown = json.loads(command("checkpoints", "show", store.url, str(OLD), "--tensors", "--json").stdout)
-    assert shown["tensors"] == {TENSOR: {"dtype": "F32", "shape": [100], "chunks": 2}}
-    assert TENSOR in command("checkpoints", "show", store.url, str(OLD), "--tensors").stdout
+    assert shown["tensors"] == {
+        TENSOR: {"dtype": "F32", "shape": [100], "size_bytes": 400, "shards": [0, 1], "chunks": 2}
+    }
+    table = command("checkpoints", "show", store.url, str(OLD), "--tensors").stdout
+    (row,) = [line.split("│") for line in table.splitlines() if TENSOR in line]
+    assert [cell.strip() for cell in row[1:-1]] == [TENSOR, "F32", "100", "400 B", "2"]
+
+
+def test_show_where_one_tensor_is(command: Command, store: ObjectStore) -> None:
+    """The bytes that it names are the elements that it says."""
+    shown = json.loads(command("checkpoints", "show", store.url, "newest", "--tensor", TENSOR, "--json").stdout)
+    assert (shown["checkpoint"], shown["name"], shown["dtype"], shown["shape"]) == (
+        str(NEW),
+        TENSOR,
+        "F32",
+        [1_000_000],
+    )
+    assert (shown["size_bytes"], shown["shards"]) == (4_000_000, [0, 1, 2])
+    folder, position = index_path(store, NEW).parent, 0
+    for place in shown["places"]:
+        assert place["first_element"] == position
+        assert (folder / place["file"]).stat().st_size == place["first_byte"] + place["size_bytes"]
+        assert place["size_bytes"] == 4 * place["elements"]
+        position += place["elements"]
+    assert position == 1_000_000
+    text = command("checkpoints", "show", store.url, "newest", "--tensor", TENSOR).stdout
+    assert text.startswith(f"tensor      {TENSOR}")
+    assert "shard-00002-of-00003.safetensors" in text
+    assert "3.8 MiB" in text
+
+
+def test_show_a_tensor_that_is_not_there(command: Command, store: ObjectStore) -> None:
+    result = command("checkpoints", "show", store.url, "newest", "--tensor", "model.wait")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"error: model.wait: {NEW} has no tensor of this name; --tensors shows all\n"
+    result = command("checkpoints", "show", store.url, "g00000001-s0000000030", "--tensor", TENSOR)
+    assert result.exit_code == 1
+    assert "it is abandoned: there is no index that names tensors" in result.stderr
 
 
 def test_show_says_that_an_abandoned_one_is_not_usable(command: Command, store: ObjectStore) -> None:
