@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from orchestrator.checkpoint.catalog import survey
+from orchestrator.checkpoint.reader import read_committed
+from orchestrator.checkpoint.restore import empty_like, read_tensors
+from orchestrator.core.job import Phase
+from orchestrator.core.messages import Request, Requested
+from orchestrator.supervisor.loop import Supervisor
+from tests.processes.harness import check_store, run_job, until
 from tests.processes.sharded_jobs import JOBS
 
 ROOT = Path(__file__).parents[2]
@@ -37,3 +45,42 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_what_one_kind_of_parallelism_saves_another_restores(answers: dict[str, str], job: str) -> None:
     """F57–F61, F113: each rank's part is compared with `full_tensor()`, uneven and strided ones included."""
     assert answers.get(job) == "ok"
+
+
+def expected_state(steps: int) -> dict[str, torch.Tensor]:
+    """What `sharded_training` has after so many steps at any world size: whole numbers."""
+    state: dict[str, torch.Tensor] = {}
+    names = ("first.weight", "first.bias", "second.weight", "second.bias")
+    for number, (name, shape) in enumerate(zip(names, ((7, 3), (7,), (5, 3), (5,)), strict=True)):
+        gradient = torch.tensor([1.0, 2.0, 3.0]).expand(shape) if len(shape) == 2 else torch.ones(shape)
+        state[f"model.{name}"] = number - gradient * (steps * (steps + 1) // 2)
+        state[f"optimizer.state.{name}.momentum_buffer"] = gradient * steps
+    return state
+
+
+@pytest.mark.timeout(200)
+async def test_a_sharded_job_goes_on_with_fewer_nodes(
+    tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F57, F59: from 2 ranks of `fully_shard` to 1, by a real supervisor and real agents: every number is exact."""
+    monkeypatch.setenv("STEPS", "60")
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 4, 120)
+        supervisor.submit(Requested(request=Request.RESIZE, by="a test", nodes=1))
+
+    command = (sys.executable, str(Path(__file__).with_name("sharded_training.py")))
+    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario, command=command, limit_seconds=180)
+    assert result.finish.exit_code == 0, result.output()
+    assert [record.facts["world_size"] for record in result.kinds("generation opened")] == [2, 1]
+    newest = survey(result.store).newest()
+    assert newest is not None
+    index = read_committed(result.store, newest.id)
+    assert (index.step, index.world_size) == (60, 1)
+    found = {name: empty_like(record) for name, record in index.tensors.items() if not name.startswith("rank.")}
+    read_tensors(result.store, index, found)
+    expected = expected_state(60)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_store(result.store)
