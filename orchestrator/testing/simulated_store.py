@@ -18,6 +18,10 @@ from orchestrator.testing.simulated_time import SimulatedProcess, pause
 Written = Callable[[str, bytes, SimulatedProcess], None]
 
 
+NEARER = 4
+"""Times as fast as the store is the memory of a peer."""
+
+
 class Weather:
     """How the store behaves at the moment; changed by faults."""
 
@@ -132,17 +136,17 @@ class SimulatedPeer:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
-        pause(self._weather.latency())
+        pause(self._weather.latency() / NEARER)
         return self._objects.read(key, start, stop)
 
     def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
         """See the port."""
-        pause(self._weather.latency())
+        pause(self._weather.latency() / NEARER)
         return self._objects.read_into(key, start, buffers)
 
     def size(self, key: str) -> int:
         """See the port."""
-        pause(self._weather.latency())
+        pause(self._weather.latency() / NEARER)
         return self._objects.size(key)
 
     def entries(self, prefix: str) -> Iterator[Entry]:

@@ -67,8 +67,8 @@ def test_a_shard_that_would_not_get_to_the_store_in_time_is_handed_over() -> Non
     async def story(cluster: SimulatedCluster, run: SimulatedRun) -> None:
         await running(run, 25)
         node = cluster.nodes()[0]
-        cluster.notice(node, NoticeKind.PREEMPT, 3.0, "n1")
-        cluster.lose(node.name, 3.0)
+        cluster.notice(node, NoticeKind.PREEMPT, 6.0, "n1")
+        cluster.lose(node.name, 6.0)
 
     run = tell(story, limits=Limits(store_latency_seconds=0.6))
     happened = kinds(run)
