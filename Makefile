@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 KILLS  ?= 200
 SEEDS  ?= 10000
+TESTS_AT_ONCE ?= 2
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -14,7 +15,7 @@ CAUSES    := pyproject.toml constraints.txt
 
 help:
 	@echo "make demo    loses a machine in the middle of a small training and resumes exactly"
-	@echo "make test    all tests, with real processes"
+	@echo "make test    all tests, with real processes, two files at a time"
 	@echo "make soak    200 kills at random times of real jobs, and what each of them left"
 	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
 	@echo "make bench   the checkpoint engine against others: one table of ratios, about ten minutes on two idle cores"
@@ -36,7 +37,7 @@ demo: .venv
 	$(BIN)/orchestrator demo
 
 test: .venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
 
 disasters: .venv
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

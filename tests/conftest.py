@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[SEED] = secrets.randbits(32) if text is None else int(text)
     except ValueError:
         raise pytest.UsageError(f"{SEED_VARIABLE} must be a whole number, not {text!r}") from None
+    os.environ[SEED_VARIABLE] = str(config.stash[SEED])  # for the processes among which the tests are shared out
 
 
 def pytest_report_header(config: pytest.Config) -> str:
