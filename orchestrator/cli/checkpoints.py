@@ -246,7 +246,7 @@ def _describe(entry: CatalogEntry, index: Index | None) -> Iterator[tuple[str, o
     if index is not None:
         yield "job", index.job
         yield "world size", index.world_size
-        yield "absent ranks", ", ".join(map(str, index.absent))
+        yield "absent ranks", ", ".join(map(str, index.absent)) or "–"
         yield "tensors", f"{len(index.tensors)} with {_element_count(index):,} elements"
 
 
