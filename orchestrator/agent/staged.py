@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import crc
@@ -22,6 +23,7 @@ from orchestrator.errors import DigestError, NotFoundError, StoreDeniedError, St
 from orchestrator.storage.arguments import bytes_wanted, scatter
 from orchestrator.storage.base import Entry, ObjectStore, Piece
 
+T = TypeVar("T")
 PREFIX = "staged/"
 DIGEST_SUFFIX = ".crc32c"
 COPY_BYTES = 16 << 20
@@ -58,14 +60,14 @@ class Nearby:
         self._peers: dict[str, ObjectStore] = {}
         self._opened = ExitStack()
 
-    def read(self, key: str, start: int, stop: int | None) -> bytes | None:
-        """A part of a staged shard; None if no node is known to hold it, or it cannot be had from there."""
+    def ask(self, key: str, question: Callable[[ObjectStore, str], T]) -> T | None:
+        """What another node answers of a staged shard; None if none is known to hold it, or it does not answer."""
         shard = parse_staged_key(key)
         url = None if shard is None else self._url_of(shard[1])
         if shard is None or url is None or (shard[0], url) in self._failed:
             return None
         try:
-            return self._peer(url).read(key, start, stop)
+            return question(self._peer(url), key)
         except StoreError:
             self._failed.add((shard[0], url))
             return None
@@ -104,7 +106,7 @@ class NodeObjects:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
         if key.startswith(NEAR_PREFIX):
-            return self._read_near(key.removeprefix(NEAR_PREFIX), start, stop)
+            return self._near(key, lambda source, there: source.read(there, start, stop))
         if not key.startswith(PREFIX):
             return self._store.read(key, start, stop)
         if key.endswith(DIGEST_SUFFIX):
@@ -116,13 +118,14 @@ class NodeObjects:
         self._still_there(key, path, size_bytes)
         return data
 
-    def _read_near(self, key: str, start: int, stop: int | None) -> bytes:
-        """Whoever reads checks the digests: memory is believed no more than the store."""
+    def _near(self, key: str, question: Callable[[ObjectStore, str], T]) -> T:
+        """Ask this node's slots, another node, the store. Whoever reads checks the digests, wherever it comes from."""
+        key = key.removeprefix(NEAR_PREFIX)
         try:
-            return self.read(PREFIX + key, start, stop)
+            return question(self, PREFIX + key)
         except NotFoundError:
-            found = self._nearby.read(PREFIX + key, start, stop)
-        return self._store.read(key, start, stop) if found is None else found
+            found = self._nearby.ask(PREFIX + key, question)
+        return question(self._store, key) if found is None else found
 
     def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
         """See the port."""
@@ -133,7 +136,7 @@ class NodeObjects:
     def size(self, key: str) -> int:
         """See the port."""
         if key.startswith(NEAR_PREFIX):
-            return self._store.size(key.removeprefix(NEAR_PREFIX))
+            return self._near(key, lambda source, there: source.size(there))
         if not key.startswith(PREFIX):
             return self._store.size(key)
         return len(self._digest(key)) if key.endswith(DIGEST_SUFFIX) else self._slot(key)[1]

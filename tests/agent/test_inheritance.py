@@ -130,9 +130,13 @@ def test_what_is_too_much_for_the_new_gang_is_removed(tmp_path: Path) -> None:
 
 
 class Counted(MemoryStore):
-    """A store that counts reads."""
+    """A store that counts what it is asked."""
 
     reads = 0
+
+    def size(self, key: str) -> int:
+        self.reads += 1
+        return super().size(key)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         self.reads += 1
@@ -167,7 +171,8 @@ def test_a_shard_comes_from_this_node_then_from_another_then_from_the_store(tmp_
 
     near = NearStore(objects_of(gangs[0], store, Nearby("token", open_peer, gangs[0].holder_url)))
     assert [near.read(key, 5) for key in keys] == [content_of(rank, 20)[5:] for rank in (0, 1)]
-    assert (store.reads, opened) == (0, ["http://b"])
+    assert [near.size(key) for key in keys] == [len(content_of(rank, 20)) for rank in (0, 1)]
+    assert (store.reads, opened) == (0, ["http://b"]), "the store is asked nothing at all"
     gangs[1].prepare(Prepare(node="node-1", generation=4, ballot=1, step=25))
     assert [near.read(key) for key in (keys[1], keys[1], keys[0])] == [content_of(rank, 20) for rank in (1, 1, 0)]
     assert (store.reads, opened) == (2, ["http://b"]), "a node that has failed is not asked again"
