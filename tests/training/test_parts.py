@@ -29,23 +29,12 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 from orchestrator.checkpoint.reader import read_committed
 from orchestrator.errors import FormatError, RefusedError, StateError
 from orchestrator.storage.memory import MemoryStore
-from orchestrator.training import rng
 from orchestrator.training.parts import Captured, ModelPart, OptimizerPart, make_part, name_parameters
 from tests.checkpoint.shards import bits
 from tests.training import states
 from tests.training.states import restore_one, save_one, state_of
 
 STEPS_BEFORE, STEPS_AFTER = 4, 4
-
-
-@pytest.fixture(autouse=True)
-def generators_as_before() -> Iterator[None]:
-    """Leave the process's generators, and its number of threads, as they were."""
-    before, threads = rng.capture(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    rng.restore(before)
 
 
 @pytest.fixture

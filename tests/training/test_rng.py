@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,14 +13,6 @@ from orchestrator.errors import StateError
 from orchestrator.training import rng
 
 GOLDEN_SEED = 11297480081076522112  # sha256("orchestrator-rng/1/1/2/3/4"), its first 8 bytes
-
-
-@pytest.fixture(autouse=True)
-def generators_as_before() -> Iterator[None]:
-    """Leave the process's generators as they were."""
-    before = rng.capture()
-    yield
-    rng.restore(before)
 
 
 def draws() -> list[float]:

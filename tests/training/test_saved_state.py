@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ from orchestrator.training.saved_state import SavedState
 from tests.checkpoint.stores import change_byte
 from tests.training import states
 from tests.training.states import launch, restore_one, save, save_one, state_of
-
-
-@pytest.fixture(autouse=True)
-def generators_as_before() -> Iterator[None]:
-    """Leave the process's generators as they were."""
-    before = rng.capture()
-    yield
-    rng.restore(before)
 
 
 @pytest.fixture

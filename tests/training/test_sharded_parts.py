@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,12 @@ from orchestrator.checkpoint.save import commit
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import StateError
 from orchestrator.storage.memory import MemoryStore
-from orchestrator.training import rng
 from orchestrator.training.parts import ModelPart
 from tests.checkpoint.sharded import process_group, shard
 from tests.training import states
 from tests.training.states import restore_one, save_one
 
 CHECKPOINT = CheckpointId(generation=1, step=2)
-
-
-@pytest.fixture(autouse=True)
-def generators_as_before() -> Iterator[None]:
-    before = rng.capture()
-    yield
-    rng.restore(before)
 
 
 @pytest.fixture

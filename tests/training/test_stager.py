@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 from orchestrator.checkpoint import copying
-from orchestrator.training import rng, stager
+from orchestrator.training import stager
 from orchestrator.training.boundary import Order
 from orchestrator.training.overlap import PROOFS
 from orchestrator.training.saved_state import SavedState
@@ -23,16 +23,6 @@ from tests.training.states import launch, state_of
 from tests.training.test_captures import Given, Holder
 
 PACES = ("nobody", "at once", "a thread")
-
-
-@pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
-    """Leave the process's generators and number of threads as they were."""
-    before, threads = rng.capture(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    rng.restore(before)
 
 
 @pytest.fixture(autouse=True)
