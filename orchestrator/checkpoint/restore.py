@@ -1,4 +1,7 @@
-"""From a committed checkpoint into existing tensors, every byte verified. Called by `training.session`."""
+"""From a committed checkpoint into existing tensors, every byte verified.
+
+Called by `training.saved_state` and `checkpoint.opened`.
+"""
 
 from __future__ import annotations
 

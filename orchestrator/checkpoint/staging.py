@@ -1,7 +1,7 @@
 """Copy a rank's part of the state into a slot: a file in memory laid out as the safetensors file it will become.
 
 `SlotFile.stage` is complete when it returns. `SlotFile.begin` copies at once all but what nobody writes before the next
-optimizer step, and gives a `Copy` of the rest, to be made while training goes on. Called by `training.saved_state` at
+optimizer step, and gives a `Copy` of the rest, to be made while training goes on. Called by `training.stager` at
 a step boundary.
 """
 

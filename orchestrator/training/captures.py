@@ -2,7 +2,7 @@
 
 A part that is as plain as most are (a module without hooks of its own, an optimizer whose state is tensors) is walked
 through, and if nothing but contents has changed since its state was last taken in full, the tree of names of that time
-stands. Anything else is taken in full each time. Also says who owns the tensors. Used by `training.saved_state`.
+stands. Anything else is taken in full each time. Also says who owns the tensors. Used by `training.stager`.
 """
 
 from __future__ import annotations
