@@ -196,7 +196,7 @@ class TensorChunks:
         self.total = total
         self.step: int | None = None
         """Elements from the last chunk to the one that would go on its series; None: its length."""
-        self._cover = Cover()
+        self._cover: Cover | None = None
         self._text = bytearray()
         self._run: Run | None = None
         self._open: dict[tuple[Any, ...], Series] = {}
@@ -237,6 +237,8 @@ class TensorChunks:
     def _flush(self, series: Series) -> None:
         check_series(series, self.shape, self.total)
         self._boxed = _same_kind(self._boxed, series)
+        if self._cover is None:
+            self._cover = Cover()
         if not series.box and series.ranks == series.repeats == 1:
             self._cover.add(series.start, series.stop)
         elif not series.box:
@@ -246,16 +248,20 @@ class TensorChunks:
             self._text += b" "
         self._text += series.text().encode()
 
-    def finish(self, upto: int) -> bytes:
-        """The text of all series, ASCII. Raises ValueError if not every element is there exactly once."""
+    def finish(self, upto: int) -> str:
+        """The text of all series. Raises ValueError if not every element is there exactly once."""
+        assert self._run is not None
+        rank, start, length, offset, box = self._run
+        if not self._open and not self._text and (start, length, box, upto) == (0, self.total, (), rank + 1):
+            return f"{rank}*1:0+{length}@{offset}"  # as most small tensors are
         self._end(upto)
         for series in self._open.values():
             self._flush(series)
         if self._boxed:
             check_grid(self.shape, map(_box_part, *zip(*self._boxes(), strict=True)))
         else:
-            _check_whole(self._cover, self.total)
-        return bytes(self._text)
+            _check_whole(self._cover or Cover(), self.total)
+        return self._text.decode()
 
     def _boxes(self) -> Iterator[tuple[Series, int]]:
         for series in parse_series(self._text.decode()):

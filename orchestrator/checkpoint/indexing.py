@@ -163,18 +163,18 @@ class IndexBuilder:
     def _tensor_pieces(self) -> Iterator[bytes]:
         names, separator = sorted(self._tensors), b"{"
         for low in range(0, len(names), _PIECE_TENSORS):
-            yield separator + b",".join(self._tensor_entry(name) for name in names[low : low + _PIECE_TENSORS])
+            entries = {name: self._tensor_entry(name) for name in names[low : low + _PIECE_TENSORS]}
+            yield separator + fmt.canonical_json(entries)[1:-1]
             separator = b","
         yield b"}" if names else b"{}"
 
-    def _tensor_entry(self, name: str) -> bytes:
+    def _tensor_entry(self, name: str) -> dict[str, Any]:
         tensor = self._tensors.pop(name)  # its text is in the entry now
         try:
             series = tensor.finish(self._following[name][2])
         except ValueError as error:
             raise FormatError(self._key, f"{name}: {error}") from error
-        dtype, shape = fmt.canonical_json(tensor.dtype), fmt.canonical_json(tensor.shape)
-        return b'%b:{"dtype":%b,"series":"%b","shape":%b}' % (fmt.canonical_json(name), dtype, series, shape)
+        return {"dtype": tensor.dtype, "series": series, "shape": tensor.shape}
 
 
 def checked_offsets(key: str, receipt: fmt.Receipt) -> list[int]:

@@ -9,6 +9,7 @@ import ctypes
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import islice, takewhile
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ import torch
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.boxes import Box, boxes_of_range, corner, overlap, span, spans, whole, within
 from orchestrator.checkpoint.chunks import Chunk
-from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES, local_box, local_part
-from orchestrator.checkpoint.reader import Piece, Sink, read_pieces
+from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES, as_sharded, local_box, local_part
+from orchestrator.checkpoint.reader import Piece, Sink, collector_resting, read_pieces
 from orchestrator.errors import FormatError, StateError
 from orchestrator.storage.base import ObjectStore
 
@@ -36,18 +37,22 @@ def empty_like(record: fmt.TensorRecord) -> torch.Tensor:
     return torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
 
 
+@collector_resting()
 def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, torch.Tensor]) -> None:
     """Fill each target (name → tensor of the saved dtype and shape), reading each needed block once.
 
     A target may be a DTensor on any mesh, however the saved one was sharded: only what this rank holds is read.
     Raises DigestError, FormatError, StateError, StoreError. Targets are half filled if it fails: do not train on.
     """
-    parts: dict[str, tuple[torch.Tensor, Box]] = {}
+    parts: dict[str, tuple[torch.Tensor, Box | None]] = {}
     for name, tensor in targets.items():
         record = index.tensors.get(name)
         if record is None:
             raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
         check_target(name, record, tensor)
+        if as_sharded(tensor) is None:
+            parts[name] = (tensor, None)
+            continue
         local, box = local_part(tensor), local_box(name, tensor)
         if tuple(local.shape) != box.lengths:
             raise StateError(name, f"this rank holds {list(local.shape)} where its placements say {list(box.lengths)}")
@@ -55,8 +60,11 @@ def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, tor
     read_parts(store, index, parts)
 
 
-def read_parts(store: ObjectStore, index: fmt.Index, parts: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
-    """Fill plain tensors, each of which is the given box of a saved tensor of its dtype. Raises as `read_tensors`."""
+def read_parts(store: ObjectStore, index: fmt.Index, parts: Mapping[str, tuple[torch.Tensor, Box | None]]) -> None:
+    """Fill plain tensors, each of which is the given box (None: all) of a saved tensor of its dtype.
+
+    Raises as `read_tensors`.
+    """
     buffers = {
         name: tensor if _is_plain_memory(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, (tensor, _) in parts.items()
@@ -110,23 +118,39 @@ def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + length) for offset, length in zip(*within(inner, outer), strict=True))
 
 
-Wanted = Mapping[str, tuple[memoryview, Box]]
-"""The memory of what is to be filled, and the box of the saved tensor that it is."""
+_WRITABLE = 0x200  # PyBUF_WRITE
+_MEMORY_VIEW = ctypes.pythonapi.PyMemoryView_FromMemory  # by way of numpy or a ctypes array: many times as long
+_MEMORY_VIEW.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_MEMORY_VIEW.restype = ctypes.py_object
+
+Wanted = Mapping[str, tuple[memoryview, Box | None]]
+"""The memory of what is to be filled, and the box of the saved tensor that it is; None: all of it."""
 
 
 def _pieces_by_shard(index: fmt.Index, wanted: Wanted) -> Iterator[tuple[fmt.ShardRecord, list[Piece]]]:
     """What is needed of each shard that anything is needed of, by rank. Raises FormatError."""
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[Piece]] = {rank: [] for rank in index.by_rank}
     for name, (view, box) in wanted.items():
         record = index.tensors[name]
-        width, everything = fmt.DTYPE_BYTES[record.dtype], whole(record.shape)
-        for chunk in _near(index.chunks(name), box, record.shape) if box.elements else ():
-            if chunk.first_byte % width:
-                raise FormatError(fmt.index_key(index.id), f"{name}: rank {chunk.rank}'s chunk is not aligned")
-            found = _pieces(chunk, chunk.box or everything, view, box, width)
-            pieces.setdefault(chunk.rank, []).extend(found)
-    for rank in sorted(pieces):
-        yield index.by_rank[rank], sorted(pieces[rank], key=_first_byte)
+        width, chunks = fmt.DTYPE_BYTES[record.dtype], index.chunks(name)
+        if box is None and chunks[0].box is None:  # most tensors
+            for rank, start, stop, first, last, _ in chunks:
+                _check_aligned(index, name, rank, first, width)
+                pieces[rank].append((first, last, view[start * width : stop * width]))
+            continue
+        everything = whole(record.shape)
+        target = everything if box is None else box
+        for chunk in _near(chunks, target, record.shape) if target.elements else ():
+            _check_aligned(index, name, chunk.rank, chunk.first_byte, width)
+            pieces[chunk.rank].extend(_pieces(chunk, chunk.box or everything, view, target, width))
+    for rank, found in pieces.items():
+        if found:
+            yield index.by_rank[rank], sorted(found, key=itemgetter(0))
+
+
+def _check_aligned(index: fmt.Index, name: str, rank: int, first_byte: int, width: int) -> None:
+    if first_byte % width:
+        raise FormatError(fmt.index_key(index.id), f"{name}: rank {rank}'s chunk is not aligned")
 
 
 def _near(chunks: list[Chunk], box: Box, shape: tuple[int, ...]) -> Iterator[Chunk]:
@@ -142,10 +166,6 @@ def _near(chunks: list[Chunk], box: Box, shape: tuple[int, ...]) -> Iterator[Chu
 
 def _start(chunk: Chunk) -> int:
     return chunk.start
-
-
-def _first_byte(piece: Piece) -> int:
-    return piece[0]
 
 
 def _pieces(chunk: Chunk, saved: Box, view: memoryview, target: Box, width: int) -> Iterator[Piece]:
@@ -170,6 +190,4 @@ def _pieces(chunk: Chunk, saved: Box, view: memoryview, target: Box, width: int)
 
 def _byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a plain tensor as bytes, for as long as the caller keeps the tensor."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")  # numpy: 4 × as long
+    return _MEMORY_VIEW(tensor.data_ptr(), tensor.nbytes, _WRITABLE) if tensor.nbytes else memoryview(bytearray())

@@ -11,7 +11,7 @@ import torch
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
-from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_state, read_receipt
+from orchestrator.checkpoint.reader import RankState, collector_resting, read_committed, read_rank_state, read_receipt
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.errors import GateError, StateError
 from orchestrator.storage.base import ObjectStore
@@ -57,6 +57,7 @@ class SavedState:
 
     # -- restoring ---------------------------------------------------------------------------------------
 
+    @collector_resting()
     def restore(self, store: ObjectStore) -> int:
         """Load the generation's base; the step to go on from (0: a fresh start).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,7 +75,11 @@ def index_of(receipts: Iterable[fmt.Receipt]) -> bytes:
     """The index file that the receipts make, taken in in the given order."""
     builder = IndexBuilder(CHECKPOINT)
     for one in receipts:
-        builder.add(fmt.receipt_key(CHECKPOINT, one.rank, one.world_size), one, fmt.dump(one))
+        builder.add(
+            fmt.receipt_key(CHECKPOINT, one.rank, one.world_size),
+            one,
+            json.dumps(one.model_dump(), sort_keys=True, separators=(",", ":")).encode(),
+        )
     return b"".join(builder.finish())
 
 
