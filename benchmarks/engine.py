@@ -85,7 +85,7 @@ class Rank:
         """What a worker does at the boundary of an agreed step; bytes of the shard."""
         sizes: list[int] = []
         order = Order(slot=step % SLOTS, step=step, absent=(), may_overlap=False)
-        self._state.stager.stage(order, lambda size_bytes, copy_ns: sizes.append(size_bytes or 0))
+        self._state.stager.stage(order, lambda size_bytes, copy_ns: sizes.append(size_bytes or 0), lambda there: None)
         return sizes[0]
 
     def upload(self, store: ObjectStore, step: int, size_bytes: int) -> None:
@@ -109,7 +109,7 @@ async def _upload(store: ObjectStore, place: ShardPlace, path: Path, size_bytes:
     uploads.UPLOAD_NICE = 0
     pool = uploads.Uploads(store, SystemClock(), 1)
     try:
-        await pool.start(place, path, size_bytes, lambda: True)
+        await pool.start(place, path, lambda: (size_bytes, True))
     finally:
         pool.close()
 

@@ -299,7 +299,7 @@ def measure_upload(tensors: int, kib_per_tensor: int = 64) -> UploadMeasurement:
     for _ in range(3):
         store, marks = MemoryStore(), []
         started = time.process_time()
-        upload_shard(store, place, data, lambda: marks.append(time.process_time()))  # noqa: B023
+        upload_shard(store, place, data, before_receipt=lambda: marks.append(time.process_time()))  # noqa: B023
         whole.append(time.process_time() - started)
         after.append(whole[-1] - (marks[0] - started))
     return UploadMeasurement(

@@ -18,6 +18,7 @@ from orchestrator.agent.ports import Runtime
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import Worker
+from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, Record, Slot, SlotState, WorkerPhase
 from orchestrator.core.messages import (
@@ -43,6 +44,7 @@ from orchestrator.core.messages import (
     Staged,
     Verdict,
 )
+from orchestrator.errors import StoreError
 
 ATTACHED_PHASES = (
     WorkerPhase.RUNNING,
@@ -359,15 +361,26 @@ class LocalGang:
         """The worker of a rank that lives here."""
         return self.workers[rank - self.action.first_rank]
 
-    def holds(self, worker: Worker, index: int, step: int) -> Callable[[], bool]:
-        """A question for later: is the step still staged in this slot?"""
+    def follow(self, worker: Worker, index: int, step: int) -> Callable[[], tuple[int, bool]]:
+        """A question for later: (how many bytes of the step's shard are in this slot, whether that is all).
 
-        def ask() -> bool:
+        It raises StoreError if the step is not there any more, or will not be completed.
+        """
+        place = CheckpointId(generation=self.generation, step=step)
+        key = fmt.shard_key(place, worker.rank, self.action.world_size)
+
+        def ask() -> tuple[int, bool]:
             try:
-                slot = worker.control.slot(index)
+                slot, there_bytes = worker.control.slot(index), worker.control.there_bytes(index, step)
+                passed = worker.control.passed
             except ValueError:  # the block is closed: a newer generation has taken this one's place
-                return False
-            return slot.state is SlotState.STAGED and (slot.generation, slot.step) == (self.generation, step)
+                raise StoreError(key, "its generation is over: no receipt is written") from None
+            if (slot.generation, slot.step) == (self.generation, step):
+                if slot.state is SlotState.STAGED:
+                    return slot.size_bytes, True
+                if slot.state is SlotState.WRITING and (passed is None or passed < step):
+                    return there_bytes, False
+            raise StoreError(key, "its slot was used again, or staging was given up: no receipt is written")
 
         return ask
 
@@ -395,6 +408,13 @@ class LocalGang:
 
     # -- slots -------------------------------------------------------------------------------------------
 
+    def slots_being_staged(self, step: int) -> Iterator[tuple[Worker, int]]:
+        """(worker, slot index) of every slot in which this step is being staged."""
+        for worker in self.workers:
+            for slot in worker.control.slots():
+                if slot.state is SlotState.WRITING and (slot.generation, slot.step) == (self.generation, step):
+                    yield worker, slot.index
+
     def staged_slots(self, step: int) -> Iterator[tuple[Worker, int, int]]:
         """(worker, slot index, shard bytes) of every slot that holds this step."""
         for worker in self.workers:
@@ -403,7 +423,7 @@ class LocalGang:
                     yield worker, slot.index, slot.size_bytes
 
     def free(self, may_free: Callable[[int], bool], reading: Callable[[Path], bool]) -> None:
-        """Free the staged slots whose step may be freed and that nobody reads, and those that were given up.
+        """Free the slots that nobody reads: of staged steps that may be freed, and those that were given up.
 
         A worker reports that it passed a step only once nothing of it writes that step's slot any more.
         """
@@ -413,7 +433,7 @@ class LocalGang:
                 ours = slot.generation == self.generation
                 staged = slot.state is SlotState.STAGED and ours and may_free(slot.step)
                 given_up = slot.state is SlotState.WRITING and passed is not None and slot.step <= passed
-                if (staged and not reading(worker.slot_paths[slot.index])) or given_up:
+                if (staged or given_up) and not reading(worker.slot_paths[slot.index]):
                     worker.control.free_slot(slot.index)
 
     def staged_shard(self, checkpoint: CheckpointId, rank: int) -> tuple[Path, int] | None:

@@ -64,7 +64,7 @@ class HandOvers:
             absent=action.absent,
         )
         try:
-            seconds = await self._uploads.start(place, path, size_bytes, lambda: True)
+            made = await self._uploads.start(place, path, lambda: (size_bytes, True))
         except (StoreError, FormatError, OSError) as error:
             self._failed(action, str(error))
             return
@@ -74,8 +74,8 @@ class HandOvers:
                 generation=action.generation,
                 step=action.step,
                 rank=action.rank,
-                size_bytes=size_bytes,
-                seconds=seconds,
+                size_bytes=made.size_bytes,
+                seconds=made.seconds,
             )
         )
 

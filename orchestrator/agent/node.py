@@ -28,7 +28,7 @@ from orchestrator.agent.ports import AgentPorts, real_ports
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.staged import Nearby, NodeObjects
-from orchestrator.agent.uploads import Uploads
+from orchestrator.agent.uploads import Made, Uploads
 from orchestrator.agent.wire import Channel, decode_action
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import Launch
@@ -43,6 +43,7 @@ from orchestrator.core.messages import (
     Event,
     HandOver,
     LaunchWorkers,
+    Mode,
     NodeJoined,
     NoticeKind,
     NoticeReceived,
@@ -93,7 +94,7 @@ class Agent:
             on_frame=self._on_frame,
         )
         self._actions = StoreActions(settings, ports.store, ports.clock)
-        self._uploads = Uploads(ports.store, ports.clock, settings.workers, self._hurried)
+        self._uploads = Uploads(ports.store, ports.clock, settings.workers, self._hurried, ports.sleep)
         self._hand_overs = HandOvers(settings, ports, self._uploads, self._post)
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
@@ -242,6 +243,7 @@ class Agent:
             self._post(event)
             if isinstance(event, Staged):
                 self._start_uploads(gang, event.step)
+        self._follow_staging(gang)
         gang.free(self._saves.may_free, self._uploads.reading)
 
     def _copy_output(self) -> None:
@@ -420,43 +422,65 @@ class Agent:
     # -- uploads -----------------------------------------------------------------------------------------
 
     def _start_uploads(self, gang: LocalGang, step: int) -> None:
+        """What is ordered and staged."""
         action = self._saves.order_of(step)
         if action is None:
             return
-        for worker, index, size_bytes in gang.staged_slots(step):
+        for worker, index, _ in gang.staged_slots(step):
             done = self._saves.upload_of(step, worker.rank)
             if done is not None and worker.news(f"uploaded-{step}", 1):
                 self._post(done)
             elif done is None and worker.news(f"upload-{step}", 1):
-                place = ShardPlace(
-                    job=self._settings.job,
-                    checkpoint=CheckpointId(generation=gang.generation, step=step),
-                    rank=worker.rank,
-                    world_size=action.world_size,
-                    absent=action.absent,
-                )
-                still_there = gang.holds(worker, index, step)
-                upload = self._uploads.start(place, worker.slot_paths[index], size_bytes, still_there)
-                self._spawn(self._report_upload(place, size_bytes, upload))
+                self._start_upload(gang, worker, index, self._place(worker, step, action.absent))
 
-    async def _report_upload(self, place: ShardPlace, size_bytes: int, upload: Awaitable[float]) -> None:
+    def _follow_staging(self, gang: LocalGang) -> None:
+        """All leave at the decided step, so there is no time to lose: what is staged goes out while it is staged."""
+        step, leaves = gang.record.decided_step, gang.record.mode is Mode.LEAVE
+        if step is None or not leaves:
+            return
+        for worker, index in gang.slots_being_staged(step):
+            if worker.news(f"followed-{step}", 1) and worker.news(f"upload-{step}", 1):
+                self._start_upload(gang, worker, index, self._place(worker, step, gang.record.absent))
+
+    def _place(self, worker: Worker, step: int, absent: tuple[int, ...]) -> ShardPlace:
+        return ShardPlace(
+            job=self._settings.job,
+            checkpoint=CheckpointId(generation=worker.control.generation, step=step),
+            rank=worker.rank,
+            world_size=worker.control.world_size,
+            absent=absent,
+        )
+
+    def _start_upload(self, gang: LocalGang, worker: Worker, index: int, place: ShardPlace) -> None:
+        saves, step = self._saves, place.checkpoint.step
+        was_ordered = saves.order_of(step) is not None
+
+        def ordered() -> bool:
+            if was_ordered or saves.order_of(step) is not None:
+                return True
+            if saves.is_settled(step):
+                raise StoreError(place.shard_key, "its step was settled without it: no receipt is written")
+            return False
+
+        there = gang.follow(worker, index, step)
+        upload = self._uploads.start(place, worker.slot_paths[index], there, ordered)
+        self._spawn(self._report_upload(place, upload))
+
+    async def _report_upload(self, place: ShardPlace, upload: Awaitable[Made]) -> None:
         node = self._settings.node
         generation, step = place.checkpoint.generation, place.checkpoint.step
         try:
-            seconds = await upload
+            made = await upload
         except (StoreError, FormatError, OSError) as error:
-            if self._alone(self._clock.monotonic()):  # nobody hears of it who could give the step up
-                await asyncio.sleep(ALONE_RETRY_SECONDS)
-                self._forget_upload(place)
-                if self._gang is not None and self._gang.generation == generation:
-                    self._start_uploads(self._gang, step)
-                return
-            self._forget_upload(place)
-            failed = UploadFailed(node=node, generation=generation, step=step, rank=place.rank, reason=str(error))
-            self._post(failed)
+            await self._upload_failed(place, error)
             return
         done = Uploaded(
-            node=node, generation=generation, step=step, rank=place.rank, size_bytes=size_bytes, seconds=seconds
+            node=node,
+            generation=generation,
+            step=step,
+            rank=place.rank,
+            size_bytes=made.size_bytes,
+            seconds=made.seconds,
         )
         self._post(done)
         gang = self._gang
@@ -466,6 +490,21 @@ class Agent:
         gang.worker_of(place.rank).news(f"uploaded-{step}", 1)
         if self._alone(self._clock.monotonic()):
             await self._actions.commit_alone(place.checkpoint)
+
+    async def _upload_failed(self, place: ShardPlace, error: Exception) -> None:
+        """Whoever ordered it hears of it, and orders it again or gives the step up."""
+        generation, step = place.checkpoint.generation, place.checkpoint.step
+        if self._alone(self._clock.monotonic()):  # nobody hears of it who could give the step up
+            await asyncio.sleep(ALONE_RETRY_SECONDS)
+            self._forget_upload(place)
+            if self._gang is not None and self._gang.generation == generation:
+                self._start_uploads(self._gang, step)
+            return
+        self._forget_upload(place)
+        if self._saves.order_of(step) is None and self._gang is not None and self._gang.generation == generation:
+            return  # it followed the staging; it is tried again when it is ordered
+        node = self._settings.node
+        self._post(UploadFailed(node=node, generation=generation, step=step, rank=place.rank, reason=str(error)))
 
     def _hurried(self) -> bool:
         """Whether uploads may be in the way of the training here: nobody trains, or there is no time to lose."""

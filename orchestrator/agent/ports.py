@@ -5,6 +5,7 @@ The real ones are put together by `real_ports`; simulation brings its own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class AgentPorts:
     object_server: ObjectServer
     open_peer: Callable[[str, str], AbstractContextManager[ObjectStore]]
     """(URL, token) → what another node's object server serves, while it is wanted."""
+    sleep: Callable[[float], None] = time.sleep
+    """In a thread of its own."""
     look_seconds_busy: float = 0.005
     """Between two looks at the control blocks while an agreement is open."""
     look_seconds_idle: float = 0.05

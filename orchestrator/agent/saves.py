@@ -65,6 +65,10 @@ class LocalSaves:
         if action.committed:
             self.committed_step = max(action.step, self.committed_step or 0)
 
+    def is_settled(self, step: int) -> bool:
+        """Whether the step's index is decided, one way or the other."""
+        return step in self._settled
+
     def may_free(self, step: int) -> bool:
         """A settled step's slot is free once a newer step is complete, or at once if it was abandoned."""
         if step not in self._settled:

@@ -1,4 +1,4 @@
-"""Copies tensors into a slot in pieces, at once or beside the training that goes on.
+"""Copies tensors into a slot in pieces, at once (`copy_now`) or beside the training that goes on (`Copy`).
 
 A `Copy` is shared by a thread of its own and by whoever needs it to be complete (`join`): both take pieces until none
 is left. If a piece's tensors were written meanwhile, the whole copy is worthless, and its outcome says so.
@@ -75,6 +75,71 @@ class Outcome:
     """Time spent copying, all threads together."""
 
 
+class _Work:
+    """So many acts, each done once by one of the threads that call `take`."""
+
+    def __init__(self, count: int, act: Callable[[int], None]) -> None:
+        self._count = count
+        self._act = act
+        self._lock = threading.Lock()
+        self._next = 0
+        self._left = count
+        self.over = threading.Event()
+        """Set when the last one is done."""
+        if not count:
+            self.over.set()
+
+    def take(self) -> None:
+        """Act until nothing is left to be begun."""
+        while True:
+            with self._lock:
+                number = self._next
+                if number >= self._count:
+                    return
+                self._next += 1
+            self._act(number)
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self.over.set()
+
+    def in_background(self, act: Callable[[], None]) -> None:
+        """Begin to act in a thread of its own, if there is one to be had: else whoever waits does it all."""
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=act, name="staging").start()
+
+
+def copy_now(mover: Mover, pieces: Sequence[Piece], threads: int, copied: Callable[[int], None]) -> None:
+    """Copy all pieces with so many threads, while nothing else goes on. Raises what the mover raises.
+
+    `copied` is told how many pieces from the first one on are there: never fewer than before, in any thread.
+    """
+    failures: list[Exception] = []
+    done = [False] * len(pieces)
+    first_open, lock = 0, threading.Lock()
+
+    def act(number: int) -> None:
+        nonlocal first_open
+        try:
+            mover.move(pieces[number])
+        except Exception as error:
+            failures.append(error)
+            return
+        with lock:
+            done[number] = True
+            while first_open < len(pieces) and done[first_open]:
+                first_open += 1
+            copied(first_open)
+
+    work = _Work(len(pieces), act)
+    for _ in range(min(threads, len(pieces)) - 1):
+        work.in_background(work.take)
+    work.take()
+    work.over.wait()
+    if failures:
+        raise failures[0]
+
+
 class Copy:
     """One copy in pieces, under way. `finish` is called once, by the thread that completes it.
 
@@ -98,16 +163,12 @@ class Copy:
         self._prove = prove
         self._versions: list[list[int]] = []
         self._digests: list[list[int]] = []
+        self._work = _Work(len(pieces), self._take_piece)
         self._lock = threading.Lock()
-        self._next = 0
-        self._left = len(pieces)
-        self._copied = threading.Event()
         self._damage: str | None = None
         self._nanoseconds = 0
         self._ending = threading.Lock()
         self._over = False
-        if not pieces:
-            self._copied.set()
 
     def start(self) -> None:
         """Begin in the background, at the boundary still.
@@ -117,39 +178,29 @@ class Copy:
         self._versions = [_versions(piece) for piece in self._pieces]
         if self._prove:
             self._digests = [[digest(source) for source in piece.sources] for piece in self._pieces]
-        with contextlib.suppress(RuntimeError):  # no thread to be had: whoever joins does it all
-            threading.Thread(target=self._in_background, name="staging").start()
+        self._work.in_background(self._in_background)
 
     def join(self) -> None:
         """Complete the copy, taking what is left; returns when `finish` has been called."""
         if self._over:
             return
-        self._take_pieces()
-        self._copied.wait()
+        self._work.take()
+        self._work.over.wait()
         self._end(compare_sources=True)
 
     def _in_background(self) -> None:
-        self._take_pieces()
-        if self._copied.is_set() and not self._prove:
+        self._work.take()
+        if self._work.over.is_set() and not self._prove:
             self._end(compare_sources=False)
 
-    def _take_pieces(self) -> None:
-        while True:
-            with self._lock:
-                number = self._next
-                if number >= len(self._pieces):
-                    return
-                self._next += 1
-            try:
-                self._before_piece()
-                damage = self._copy(number)
-            except Exception as error:  # the step is given up; the next save, in blocking mode, raises it
-                damage = f"{self._pieces[number].names[0]} could not be copied: {error}"
-            with self._lock:
-                self._damage = self._damage or damage
-                self._left -= 1
-                if not self._left:
-                    self._copied.set()
+    def _take_piece(self, number: int) -> None:
+        try:
+            self._before_piece()
+            damage = self._copy(number)
+        except Exception as error:  # the step is given up; the next save, in blocking mode, raises it
+            damage = f"{self._pieces[number].names[0]} could not be copied: {error}"
+        with self._lock:
+            self._damage = self._damage or damage
 
     def _copy(self, number: int) -> str | None:
         """Copy one piece; what was written meanwhile, if it is known."""

@@ -55,27 +55,33 @@ def upload_shard(
     store: ObjectStore,
     place: ShardPlace,
     data: memoryview,
-    before_receipt: Callable[[], None] | None = None,
+    *,
+    before_receipt: Callable[[], None] = lambda: None,
     between_pieces: Callable[[], None] = lambda: None,
+    there: There | None = None,
 ) -> fmt.Receipt:
     """Make a staged shard durable and write its receipt. `data` is the shard file, byte for byte.
 
-    Uploading the same shard again is harmless: what is there must have the same digest. `between_pieces` is called
-    after each of PIECE_BYTES that was written, `before_receipt` between the two writes (a named point for fault
-    injection). Raises StoreError, DigestError, FormatError.
+    With `there` the shard may still be in the making: `data` is its memory, at least as long as it will be. Uploading
+    the same shard again is harmless: what is there must have the same digest. `between_pieces` is called after each of
+    PIECE_BYTES that was written, `before_receipt` between the two writes: it may wait, or raise.
+    Raises StoreError, DigestError, FormatError.
     """
-    digests: list[int] = []
+    shard = _Digested(data, there or (lambda _: (len(data), True)), between_pieces)
     try:
-        store.create(place.shard_key, _digested_pieces(data, digests, between_pieces))
+        store.create(place.shard_key, shard)
     except AlreadyExistsError:
-        digests = block_digests(data)
-        _check_same(store, place.shard_key, data, digests)
+        if not shard.whole:  # it was refused before its digests were known
+            shard = _Digested(data, shard.there, between_pieces)
+            for _ in shard:
+                pass
+        _check_same(store, place.shard_key, data[: shard.size_bytes], shard.digests)
+    data = data[: shard.size_bytes]
     stored = store.size(place.shard_key)
     if stored != len(data):
         raise DigestError(place.shard_key, f"{stored} bytes arrived of {len(data)}")
-    if before_receipt is not None:
-        before_receipt()
-    receipt = _receipt(place, data, digests)
+    before_receipt()
+    receipt = _receipt(place, data, shard.digests)
     body = fmt.dump(receipt)
     try:
         store.create(place.receipt_key, [body])
@@ -85,19 +91,52 @@ def upload_shard(
     return receipt
 
 
-def _digested_pieces(data: memoryview, digests: list[int], between_pieces: Callable[[], None]) -> Iterator[memoryview]:
-    """The data in pieces; another thread digests each while it is written, so that it is fetched from memory once."""
-    if len(data) <= PIECE_BYTES:
-        digests += block_digests(data)
-        yield data
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:  # it has this thread's low priority
-        for start in range(0, len(data), PIECE_BYTES):
-            piece = data[start : start + PIECE_BYTES]
-            digested = pool.submit(block_digests, piece)
+There = Callable[[int], tuple[int, bool]]
+"""Waits for that many bytes of a shard, or for all: (how many are there, whether that is all). Raises StoreError if it
+will not be completed."""
+
+
+class _Digested:
+    """A shard in pieces; another thread digests each while it is written, so that it is fetched from memory once."""
+
+    def __init__(self, data: memoryview, there: There, between_pieces: Callable[[], None]) -> None:
+        self.digests: list[int] = []
+        """Of the blocks of all pieces that were taken."""
+        self.size_bytes = 0
+        """Of these pieces."""
+        self._data = data
+        self.whole = False
+        """Whether all pieces were taken."""
+        self.there = there
+        self._between_pieces = between_pieces
+
+    def __iter__(self) -> Iterator[memoryview]:
+        piece, last = self._next_piece()
+        if last:  # a small one is not worth a thread
+            self._take(piece, block_digests(piece))
             yield piece
-            digests += digested.result()
-            between_pieces()
+            self.whole = True
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:  # it has this thread's low priority
+            while True:
+                digested = pool.submit(block_digests, piece)
+                yield piece
+                self._take(piece, digested.result())
+                self._between_pieces()
+                if last:
+                    self.whole = True
+                    return
+                piece, last = self._next_piece()
+
+    def _next_piece(self) -> tuple[memoryview, bool]:
+        """(the next piece, whether it is the last)."""
+        there_bytes, complete = self.there(self.size_bytes + PIECE_BYTES)
+        stop = min(self.size_bytes + PIECE_BYTES, there_bytes)
+        return self._data[self.size_bytes : stop], complete and stop == there_bytes
+
+    def _take(self, piece: memoryview, digests: list[int]) -> None:
+        self.digests += digests
+        self.size_bytes += len(piece)
 
 
 def _check_same(store: ObjectStore, key: str, data: memoryview, digests: list[int]) -> None:

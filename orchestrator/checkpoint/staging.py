@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.checkpoint.copying import PIECE_BYTES, Copy, CudaMover, HostMover, Mover, Outcome, Piece
+from orchestrator.checkpoint.copying import PIECE_BYTES, Copy, CudaMover, HostMover, Mover, Outcome, Piece, copy_now
 from orchestrator.checkpoint.layout import TORCH_DTYPES, PlannedChunk, ShardPlan
 from orchestrator.checkpoint.save import METADATA_KEY
 from orchestrator.checkpoint.slots import frame_header
@@ -83,7 +83,7 @@ def _inside_string(tree: Any) -> list[bytes]:
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Moves:
     """One call's worth of copies: views of the slot, and which elements of which tensors go there."""
 
@@ -91,6 +91,8 @@ class _Moves:
     targets: list[torch.Tensor]
     spans: list[tuple[int, int] | None]
     """Elements of the tensor; None: all of it."""
+    stop: int = 0
+    """Where in the shard they end."""
 
     def piece(self, tensors: Mapping[str, torch.Tensor], *, keep: bool = False) -> Piece:
         """The copies of these tensors; with `keep`, parameters' of the memory that they have now, whatever they get."""
@@ -155,6 +157,7 @@ class _Prepared:
                 groups[-1].names.append(chunk.spec.name)
                 groups[-1].targets.append(view.view(tensor.shape) if whole and not splits else view)
                 groups[-1].spans.append(None if whole and not splits else (start, stop))
+                groups[-1].stop = self.plan.header_bytes + chunk.first_byte + (stop - chunk.start) * chunk.spec.width
         return groups
 
     def _view(self, chunk: PlannedChunk, start: int, stop: int) -> torch.Tensor:
@@ -167,8 +170,10 @@ class _Prepared:
 class SlotFile:
     """One slot's file, mapped. The space is reserved before training needs it; the file outlives the worker."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: int = 1) -> None:
+        """`threads` copy at once while training stands still."""
         self.path = path
+        self._threads = threads
         self._memory: mmap.mmap | None = None
         self._bytes: torch.Tensor | None = None
         self._prepared: dict[int, _Prepared] = {}
@@ -208,9 +213,18 @@ class SlotFile:
         """Make what is kept of a plan before the first save needs it."""
         self._of(plan).moves(tensors, later)
 
-    def stage(self, plan: ShardPlan, tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> None:
-        """Write header and tensors. Raises ProtocolError if the header outgrew its reserved room: plan anew."""
-        self._write_at_once(plan, tensors, metadata, frozenset())
+    def stage(
+        self,
+        plan: ShardPlan,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Metadata,
+        there: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Write header and tensors; `there` is told, in any thread, how many bytes of the shard are there so far.
+
+        Raises ProtocolError if the header outgrew its reserved room: plan anew.
+        """
+        self._write_at_once(plan, tensors, metadata, frozenset(), there)
 
     def begin(
         self,
@@ -222,14 +236,23 @@ class SlotFile:
         *,
         prove: bool,
         before_piece: Callable[[], None],
+        there: Callable[[int], None],
     ) -> Copy:
-        """Write header and tensors, but for those named in `later`: these are the copy's, which is not started yet."""
-        moves = self._write_at_once(plan, tensors, metadata, later)
+        """Write header and tensors, but for those named in `later`: these are the copy's, which is not started yet.
+
+        If nothing is left for later, `there` is told as by `stage`.
+        """
+        moves = self._write_at_once(plan, tensors, metadata, later, (lambda _: None) if later else there)
         pieces = [move.piece(tensors, keep=True) for move in moves]
         return Copy(pieces, self._mover(pieces), finish, prove=prove, before_piece=before_piece)
 
     def _write_at_once(
-        self, plan: ShardPlan, tensors: Mapping[str, torch.Tensor], metadata: Metadata, later: frozenset[str]
+        self,
+        plan: ShardPlan,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Metadata,
+        later: frozenset[str],
+        there: Callable[[int], None],
     ) -> list[_Moves]:
         prepared = self._of(plan)
         header = prepared.header(metadata)
@@ -238,9 +261,10 @@ class SlotFile:
         for piece in header:
             self._memory.write(piece)
         now, others = prepared.moves(tensors, later)
-        mover = HostMover()
-        for move in now:
-            mover.move(move.piece(tensors))
+        pieces = [move.piece(tensors) for move in now]
+        ends = [plan.header_bytes, *(move.stop for move in now)]
+        there(plan.header_bytes)
+        copy_now(self._mover(pieces), pieces, self._threads, lambda count: there(ends[count]))
         return others
 
     def _of(self, plan: ShardPlan) -> _Prepared:
@@ -254,11 +278,11 @@ class SlotFile:
         return known
 
     def _mover(self, pieces: list[Piece]) -> Mover:
-        device = next((source.device for piece in pieces for source in piece.sources if source.is_cuda), None)
-        if device is None:
+        devices = {source.device for piece in pieces for source in piece.sources if source.is_cuda}
+        if len(devices) != 1:
             return HostMover()
         self._register()
-        return CudaMover(device)
+        return CudaMover(devices.pop())
 
     def _register(self) -> None:
         """Let CUDA copy straight into the slot. Where it refuses (locked memory is limited), copies are only slower."""

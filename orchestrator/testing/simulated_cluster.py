@@ -30,7 +30,7 @@ from orchestrator.supervisor.loop import Supervisor
 from orchestrator.telemetry import EventLog, EventRecord
 from orchestrator.testing.simulated_network import SimulatedNetwork, SimulatedSocket
 from orchestrator.testing.simulated_store import SimulatedPeer, SimulatedStore, Weather
-from orchestrator.testing.simulated_time import SimulatedClock, SimulatedLoop, SimulatedProcess
+from orchestrator.testing.simulated_time import SimulatedClock, SimulatedLoop, SimulatedProcess, pause
 from orchestrator.testing.simulated_workers import SimulatedRuntime, Training
 
 TURNS_TO_UNWIND_MAX = 50
@@ -352,6 +352,7 @@ class SimulatedCluster:
             runtime=node.runtime,
             object_server=_ObjectServer(self.training, f"simulated:{node.name}"),
             open_peer=lambda url, _: self._peer(url),
+            sleep=pause,
             look_seconds_busy=self.limits.look_seconds / 4,
             look_seconds_idle=self.limits.look_seconds,
         )

@@ -29,7 +29,7 @@ from orchestrator.errors import FormatError, NotFoundError, StoreError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, SimulatedThread, current_process
-from orchestrator.training.boundary import Boundary, Finish, Order, Passing
+from orchestrator.training.boundary import Boundary, Finish, Order, Passing, There
 
 WEIGHTS = 24  # elements of the state that all ranks hold alike: not divided by most world sizes
 SPEC = TensorSpec(name="weights", dtype="I64", width=8, shape=(WEIGHTS,), scope=Scope.SHARED)
@@ -266,18 +266,18 @@ class SimulatedStager:
         self._waiting: SimulatedThread | None = None
         self.weights = weights_at(0)
 
-    def stage(self, order: Order, finish: Finish) -> None:
+    def stage(self, order: Order, finish: Finish, there: There) -> None:
         """See the port."""
         reached("before-stage", rank=self._launch.rank, step=order.step)
         weights = self.weights
         if not order.may_overlap or self._random.random() < SHARE_BLOCKING:
-            self._copy(order, weights, finish)
+            self._copy(order, weights, finish, there)
             return
 
         def work() -> None:
             current_thread().pause(self._random.uniform(0.0, 0.2))
             reached("while-staging", rank=self._launch.rank, step=order.step)
-            self._copy(order, weights, finish)
+            self._copy(order, weights, finish, lambda _: None)
             self._under_way = False
             if self._waiting is not None:
                 self._waiting.loop.call_soon(self._waiting.resume)
@@ -293,14 +293,19 @@ class SimulatedStager:
             self._waiting = None
             assert not self._under_way
 
-    def _copy(self, order: Order, weights: torch.Tensor, finish: Finish) -> None:
+    def _copy(self, order: Order, weights: torch.Tensor, finish: Finish, there: There) -> None:
         plan = _plan(self._launch.rank, self._launch.world_size, order.absent)
         values: dict[str, object] = {"objects": {}}
         gate = {"step": order.step, "lr": "", "data": None, "rng": ""}
         own = {"rank": self._launch.rank, "step": order.step}
-        self._slots[order.slot].stage(plan, {"weights": weights}, Metadata(values=values, rank_values=own, gate=gate))
+        metadata = Metadata(values=values, rank_values=own, gate=gate)
         took_seconds = self._random.uniform(0.0, 0.05)
-        current_thread().pause(took_seconds)
+
+        def slowly(size_bytes: int) -> None:
+            there(size_bytes)
+            current_thread().pause(took_seconds / 2)
+
+        self._slots[order.slot].stage(plan, {"weights": weights}, metadata, slowly)
         reached("after-stage", rank=self._launch.rank, step=order.step)
         damaged = order.may_overlap and self._random.random() < SHARE_DAMAGED
         finish(None if damaged else plan.size_bytes, int(took_seconds * 1e9))

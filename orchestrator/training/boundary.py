@@ -22,6 +22,8 @@ FINAL_WAIT_SECONDS = 60.0
 Finish = Callable[[int | None, int], None]
 """Called once, by any thread of the worker: (bytes of the staged shard, nanoseconds that copying took); None for the
 bytes: what is in the slot is not the state at the boundary, and must not be used."""
+There = Callable[[int], None]
+"""Called by any thread of the worker: so many bytes of the shard are there, from its beginning on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,11 @@ class Order:
 class Stager(Protocol):
     """Copies the state into slots. One shard at a time: the one before is complete when `stage` is called."""
 
-    def stage(self, order: Order, finish: Finish) -> None:
-        """Copy the state as it is now; `finish` is called when the last byte is there, perhaps after this returns."""
+    def stage(self, order: Order, finish: Finish, there: There) -> None:
+        """Copy the state as it is now; `finish` is called when the last byte is there, perhaps after this returns.
+
+        Before that, `there` is called while it is copied from beginning to end, if it is.
+        """
         ...
 
     def join(self) -> None:
@@ -172,7 +177,7 @@ class Boundary:
 
         self._control.set_phase(WorkerPhase.STAGING)
         self._control.start_slot(slot, generation, step)
-        self._stager.stage(order, finish)
+        self._stager.stage(order, finish, lambda size_bytes: self._control.advance_slot(slot, step, size_bytes))
         return Passing.LEAVE if leaves else Passing.STAGED
 
     def _free_slot(self) -> int | None:

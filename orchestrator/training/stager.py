@@ -25,11 +25,13 @@ from orchestrator.checkpoint.staging import Metadata, SlotFile
 from orchestrator.errors import ProtocolError
 from orchestrator.telemetry import reached
 from orchestrator.training import rng
-from orchestrator.training.boundary import Finish, Order
+from orchestrator.training.boundary import Finish, Order, There
 from orchestrator.training.captures import Captures
 from orchestrator.training.overlap import Choice, Way, choose
 from orchestrator.training.parts import Captured, Part
 
+COPYING_THREADS_MAX = 4
+"""Of one rank at a boundary: more than these few wait for memory and not for a processor."""
 Gate = Callable[[int, rng.RngState], fmt.Gate]
 
 
@@ -40,7 +42,7 @@ class StateStager:
         self._launch = launch
         self._gate = gate
         self._captures = Captures(parts, Shares(launch.rank, launch.world_size))
-        self._slots = tuple(SlotFile(Path(path)) for path in launch.slot_paths)
+        self._slots = tuple(SlotFile(Path(path), _copying_threads(launch)) for path in launch.slot_paths)
         self._plans: dict[tuple[int, ...], ShardPlan] = {}
         self._planned_for: object = None
         self._copy: Copy | None = None
@@ -115,7 +117,7 @@ class StateStager:
 
     # -- staging -----------------------------------------------------------------------------------------
 
-    def stage(self, order: Order, finish: Finish) -> None:
+    def stage(self, order: Order, finish: Finish, there: There) -> None:
         """Copy the state at this boundary into a slot: at once, or the most of it beside the next step."""
         self.join()
         self._reached("before-stage", order)
@@ -142,6 +144,7 @@ class StateStager:
                 complete,
                 prove=way is Way.PROVE,
                 before_piece=lambda: self._reached("while-staging", order),
+                there=there,
             )
 
         try:
@@ -202,6 +205,12 @@ class StateStager:
 
     def _reached(self, point: str, order: Order) -> None:
         reached(point, rank=self._launch.rank, step=order.step)
+
+
+def _copying_threads(launch: Launch) -> int:
+    """This rank's part of the processors: all ranks of a node stage at the same time."""
+    share = len(os.sched_getaffinity(0)) // launch.local_world_size
+    return min(max(share, 1), COPYING_THREADS_MAX)
 
 
 def _say(text: str) -> None:

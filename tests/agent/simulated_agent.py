@@ -21,7 +21,7 @@ from orchestrator.storage.base import ObjectStore, Piece
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.supervisor.links import AgentLinks
 from orchestrator.testing.simulated_network import SimulatedNetwork, SimulatedSocket
-from orchestrator.testing.simulated_time import SimulatedClock, SimulatedLoop, SimulatedProcess
+from orchestrator.testing.simulated_time import SimulatedClock, SimulatedLoop, SimulatedProcess, pause
 from tests.agent.settings import settings_in
 from tests.checkpoint.shards import checkpoint_id, place, stage
 
@@ -125,6 +125,7 @@ class Scene:
             runtime=self.runtime,
             object_server=NoObjectServer(),
             open_peer=lambda url, token: nullcontext(self.store),
+            sleep=pause,
             look_seconds_idle=0.1,
         )
         given = settings_in(folder / "staging", workers=ranks, echo_output=False).model_copy(update=settings)

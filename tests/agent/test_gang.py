@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,8 @@ from orchestrator.core.messages import (
     Staged,
     Verdict,
 )
-from orchestrator.training.boundary import Boundary, Finish, Order, Passing
+from orchestrator.errors import StoreError
+from orchestrator.training.boundary import Boundary, Finish, Order, Passing, There
 from tests.agent.settings import settings_in
 
 RANKS = 3
@@ -395,7 +396,7 @@ class Noting:
     def __init__(self, staged: list[int]) -> None:
         self.staged = staged
 
-    def stage(self, order: Order, finish: Finish) -> None:
+    def stage(self, order: Order, finish: Finish, there: There) -> None:
         self.staged.append(order.step)
         finish(4096, 1000)
 
@@ -508,10 +509,64 @@ def test_f1_all_ranks_stage_exactly_the_decided_steps(gang: LocalGang, seed: int
 
 def test_an_upload_that_outlives_its_generation_is_told_that_its_slot_is_gone(gang: LocalGang) -> None:
     """The next generation's launch closes the control blocks while an upload of the old one still runs."""
-    holds = gang.holds(gang.workers[0], 0, 7)
+    there = gang.follow(gang.workers[0], 0, 7)
     gang.workers[0].control.close()
-    assert holds() is False
+    with pytest.raises(StoreError, match="generation is over"):
+        there()
     gang.workers[0].control = ControlBlock.open(gang.workers[0].control.path)
+
+
+def test_a_shard_is_followed_from_its_first_byte_to_its_last(gang: LocalGang) -> None:
+    worker = gang.workers[1]
+    there = gang.follow(worker, 0, 7)
+    worker.control.start_slot(0, GENERATION, 7)
+    assert list(gang.slots_being_staged(7)) == [(worker, 0)]
+    assert list(gang.slots_being_staged(6)) == []
+    assert there() == (0, False)
+    worker.control.advance_slot(0, 7, 4096)
+    assert there() == (4096, False)
+    worker.control.finish_slot(0, GENERATION, 7, 5000, 1)
+    assert there() == (5000, True)
+    assert list(gang.slots_being_staged(7)) == []
+
+
+def passed(control: ControlBlock) -> None:
+    control.report_passed(7)
+
+
+def freed(control: ControlBlock) -> None:
+    control.free_slot(0)
+
+
+def used_again(control: ControlBlock) -> None:
+    control.free_slot(0)
+    control.start_slot(0, GENERATION, 9)
+    control.advance_slot(0, 9, 1 << 20)
+
+
+@pytest.mark.parametrize("end", [passed, freed, used_again])
+def test_a_shard_that_will_not_be_completed_is_not_waited_for(
+    gang: LocalGang, end: Callable[[ControlBlock], None]
+) -> None:
+    """The worker gave it up, or is gone; another step's bytes are never taken for this one's."""
+    control = gang.workers[0].control
+    there = gang.follow(gang.workers[0], 0, 7)
+    control.start_slot(0, GENERATION, 7)
+    control.advance_slot(0, 7, 4096)
+    assert there() == (4096, False)
+    end(control)
+    with pytest.raises(StoreError, match="no receipt"):
+        there()
+
+
+def test_a_slot_that_was_given_up_is_not_free_while_it_is_read(gang: LocalGang) -> None:
+    control = gang.workers[0].control
+    control.start_slot(0, GENERATION, 7)
+    control.report_passed(7)
+    gang.free(lambda step: False, lambda path: True)
+    assert control.slot(0).state is SlotState.WRITING
+    gang.free(lambda step: False, lambda path: False)
+    assert control.slot(0).state is SlotState.FREE
 
 
 def test_a_worker_that_failed_where_its_output_found_no_space_says_so(

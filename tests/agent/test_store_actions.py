@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +182,18 @@ def slot(tmp_path: Path) -> tuple[Path, int]:
     return path, len(data)
 
 
+def whole(size_bytes: int) -> Callable[[], tuple[int, bool]]:
+    """A shard that is staged."""
+    return lambda: (size_bytes, True)
+
+
 async def test_an_upload_takes_the_shard_and_no_byte_more(store: MemoryStore, slot: tuple[Path, int]) -> None:
     uploads = Uploads(store, SystemClock(), 1)
     try:
-        assert await uploads.start(place(), *slot, lambda: True) >= 0
+        made = await uploads.start(place(), slot[0], whole(slot[1]))
     finally:
         uploads.close()
-    assert store.size(place().shard_key) == slot[1]
+    assert store.size(place().shard_key) == slot[1] == made.size_bytes
     assert commit(store, place().checkpoint)
 
 
@@ -210,7 +215,7 @@ async def test_a_slot_counts_as_being_read_from_start_to_end(slot: tuple[Path, i
     store = Slow()
     uploads = Uploads(store, SystemClock(), 1)
     try:
-        upload = uploads.start(place(), *slot, lambda: True)
+        upload = uploads.start(place(), slot[0], whole(slot[1]))
         assert uploads.reading(slot[0])
         await asyncio.to_thread(store.begun.wait, 10)
         assert uploads.reading(slot[0])
@@ -226,10 +231,16 @@ async def test_a_slot_counts_as_being_read_from_start_to_end(slot: tuple[Path, i
 
 async def test_a_slot_that_was_used_again_meanwhile_gets_no_receipt(store: MemoryStore, slot: tuple[Path, int]) -> None:
     """F108: what was read may be two steps' bytes; without a receipt it is never committed."""
+
+    def until_the_receipt() -> tuple[int, bool]:
+        if list(store.entries("")):
+            raise StoreError(place().shard_key, "no receipt is written")
+        return slot[1], True
+
     uploads = Uploads(store, SystemClock(), 1)
     try:
         with pytest.raises(StoreError, match="no receipt"):
-            await uploads.start(place(), *slot, lambda: False)
+            await uploads.start(place(), slot[0], until_the_receipt)
         await asyncio.sleep(0)
         assert not uploads.reading(slot[0])
     finally:
@@ -248,7 +259,7 @@ async def test_a_slot_that_is_not_what_it_should_be_is_an_error_of_the_upload(
     uploads = Uploads(store, SystemClock(), 1)
     try:
         with pytest.raises((FormatError, FileNotFoundError)):
-            await uploads.start(place(), path, 8192, lambda: True)
+            await uploads.start(place(), path, whole(8192))
     finally:
         uploads.close()
 
@@ -305,10 +316,10 @@ async def test_uploads_leave_the_training_half_of_the_time(
     store = SlowDisk(clock, piece_seconds)
     uploads = Uploads(store, clock, 1, lambda: hurried, clock.sleep)
     try:
-        seconds = await uploads.start(place(), tmp_path / "slot", len(data), lambda: True)
+        made = await uploads.start(place(), tmp_path / "slot", whole(len(data)))
     finally:
         uploads.close()
-    assert seconds == pytest.approx(pieces * piece_seconds)
+    assert made.seconds == pytest.approx(pieces * piece_seconds)
     assert clock.rests == ([] if hurried else pytest.approx([rest_seconds] * pieces))
     assert store.nices == {UPLOAD_NICE}
     assert commit(store, place().checkpoint)
@@ -319,7 +330,7 @@ async def test_the_named_points_of_an_upload_come_in_order(store: MemoryStore, s
     telemetry.set_point_hook(lambda point, where: seen.append((point, len(list(store.entries(""))))))
     uploads = Uploads(store, SystemClock(), 1)
     try:
-        await uploads.start(place(), *slot, lambda: True)
+        await uploads.start(place(), slot[0], whole(slot[1]))
     finally:
         uploads.close()
         telemetry.set_point_hook(None)

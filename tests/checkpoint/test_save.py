@@ -69,10 +69,53 @@ def test_the_shard_is_durable_before_its_receipt_is_written(tmp_path: Path) -> N
     store = MemoryStore()
     seen: list[set[str]] = []
     upload_shard(
-        store, place(), memoryview(stage(tmp_path, SMALL)), lambda: seen.append({e.key for e in store.entries("")})
+        store,
+        place(),
+        memoryview(stage(tmp_path, SMALL)),
+        before_receipt=lambda: seen.append({e.key for e in store.entries("")}),
     )
     assert seen == [{place().shard_key}]
     assert {entry.key for entry in store.entries("")} == {place().shard_key, place().receipt_key}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+def test_a_shard_is_uploaded_while_it_is_being_made(
+    any_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, again: bool
+) -> None:
+    """What is not there yet is not read: it is garbage until somebody says that it is there."""
+    monkeypatch.setattr(saving, "PIECE_BYTES", fmt.BLOCK_BYTES)
+    data = stage(tmp_path, {"x": torch.arange(3 << 17)})
+    if again:
+        upload_shard(any_store, place(), memoryview(data))
+    memory = bytearray(b"\xff" * (len(data) + 5000))  # a slot is larger than the shard, and was used before
+    made, asked = 0, []
+
+    def there(wanted_bytes: int) -> tuple[int, bool]:
+        nonlocal made
+        asked.append(wanted_bytes)
+        while made < min(wanted_bytes, len(data)):
+            low, made = made, min(made + 700_000, len(data))
+            memory[low:made] = data[low:made]
+        return made, made == len(data)
+
+    receipt = upload_shard(any_store, place(), memoryview(memory), there=there)
+    assert receipt.size_bytes == len(data)
+    assert any_store.read(place().shard_key) == data
+    assert asked == [fmt.BLOCK_BYTES * (number + 1) for number in range(-(-len(data) // fmt.BLOCK_BYTES))]
+    assert commit(any_store, place().checkpoint)
+
+
+def test_a_shard_that_is_given_up_while_it_is_uploaded_is_never_there(any_store: ObjectStore, tmp_path: Path) -> None:
+    data = stage(tmp_path, {"x": torch.arange(3 << 20)})
+
+    def there(wanted_bytes: int) -> tuple[int, bool]:
+        if wanted_bytes > len(data) // 2:
+            raise StoreError(place().shard_key, "given up")
+        return wanted_bytes, False
+
+    with pytest.raises(StoreError, match="given up"):
+        upload_shard(any_store, place(), memoryview(data), there=there)
+    assert not list(any_store.entries(""))
 
 
 def test_uploading_the_same_shard_again_is_harmless(any_store: ObjectStore, tmp_path: Path) -> None:

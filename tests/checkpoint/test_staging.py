@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from orchestrator.checkpoint import copying, staging
 from orchestrator.checkpoint.layout import HEADER_SLACK_BYTES, Scope
 from orchestrator.checkpoint.save import METADATA_KEY, shard_metadata
 from orchestrator.checkpoint.staging import Fixed, Metadata, SlotFile
@@ -154,6 +155,42 @@ def test_a_slot_grows_when_it_must_and_stays_when_it_can(tmp_path: Path) -> None
     slot.stage(plan, tensors, metadata())
     assert slot.capacity_bytes == plan.size_bytes
     assert torch.equal(read_by_others(tmp_path, slot.path.read_bytes())["x"], tensors["x"])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_said_to_be_there_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """From the beginning on, and for good: whoever follows the staging reads what will be the shard."""
+    monkeypatch.setattr(staging, "PIECE_BYTES", 4096)
+    tensors = {"x": torch.arange(30_000), "y": torch.rand(200, 3).t(), "z": torch.zeros(0), "w": torch.ones(1)}
+    slot, plan = SlotFile(tmp_path / "slot", threads), plan_of(tensors, place())
+    slot.reserve(plan.size_bytes)
+    said: list[int] = []
+    seen: list[bytes] = []
+
+    def there(size_bytes: int) -> None:
+        said.append(size_bytes)
+        seen.append(slot.path.read_bytes()[:size_bytes])
+
+    slot.stage(plan, tensors, metadata(), there)
+    whole = slot.path.read_bytes()[: plan.size_bytes]
+    assert said == sorted(said)
+    assert (said[0], said[-1]) == (plan.header_bytes, plan.size_bytes)
+    assert len(said) > 20
+    assert all(whole.startswith(part) for part in seen)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_copy_that_fails_in_any_thread_is_raised(tmp_path: Path, threads: int) -> None:
+    class Broken:
+        def move(self, piece: copying.Piece) -> None:
+            if "b" in piece.names:
+                raise RuntimeError("the device is gone")
+
+    pieces = [copying.Piece(names=[name], targets=[], sources=[]) for name in "abcd"]
+    counts: list[int] = []
+    with pytest.raises(RuntimeError, match="device is gone"):
+        copying.copy_now(Broken(), pieces, threads, counts.append)
+    assert max(counts) == 1, "what follows a hole is not there"
 
 
 def test_a_smaller_shard_in_a_large_slot_is_whole_by_its_own_size(tmp_path: Path) -> None:

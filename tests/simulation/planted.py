@@ -23,7 +23,7 @@ from orchestrator.testing import simulated_workers
 from orchestrator.testing.simulated_cluster import SimulatedCluster
 from orchestrator.testing.simulated_store import SimulatedStore
 from orchestrator.testing.simulated_workers import SimulatedStager
-from orchestrator.training.boundary import Boundary, Finish, Order, Passing
+from orchestrator.training.boundary import Boundary, Finish, Order, Passing, There
 from tests.simulation import disaster
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -134,10 +134,10 @@ def nobody_waits_for_the_decision(patch: pytest.MonkeyPatch) -> None:
 def staged_when_the_copy_begins(patch: pytest.MonkeyPatch) -> None:
     """The slot is called staged at the boundary, while its bytes are copied beside the training."""
 
-    def stage(self: SimulatedStager, order: Order, finish: Finish) -> None:
+    def stage(self: SimulatedStager, order: Order, finish: Finish, there: There) -> None:
         plan = simulated_workers._plan(self._launch.rank, self._launch.world_size, order.absent)
         finish(plan.size_bytes, 0)
-        real(self, order, lambda size_bytes, copy_ns: None)
+        real(self, order, lambda size_bytes, copy_ns: None, there)
 
     real = SimulatedStager.stage
     patch.setattr(SimulatedStager, "stage", stage)

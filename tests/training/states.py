@@ -78,6 +78,7 @@ def stage(state: SavedState, slot: int, step: int, absent: tuple[int, ...] = (),
     state.stager.stage(
         Order(slot=slot, step=step, absent=absent, may_overlap=may_overlap),
         lambda size_bytes, copy_ns: sizes.append(size_bytes or 0),
+        lambda there_bytes: None,
     )
     state.stager.join()
     (size,) = sizes

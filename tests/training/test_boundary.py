@@ -10,7 +10,7 @@ import pytest
 from orchestrator.checkpoint import slots
 from orchestrator.checkpoint.slots import ControlBlock, Record, SlotState, WorkerPhase
 from orchestrator.core.messages import Mode
-from orchestrator.training.boundary import FINAL_WAIT_SECONDS, Boundary, Finish, Order, Passing
+from orchestrator.training.boundary import FINAL_WAIT_SECONDS, Boundary, Finish, Order, Passing, There
 from tests.training.agents import FakeTime
 from tests.training.states import launch
 
@@ -65,8 +65,9 @@ class Scene:
         self.boundary = Boundary(self.worker, self.place, self, now_ns=time.monotonic_ns, sleep=time.sleep)
         self.boundary.start()
 
-    def stage(self, order: Order, finish: Finish) -> None:
+    def stage(self, order: Order, finish: Finish, there: There) -> None:
         assert not self.under_way
+        there(1000 + order.step)
         self.orders.append(order)
         self.staged.append((order.slot, order.step, order.absent))
         assert self.agent.phase is WorkerPhase.STAGING
@@ -364,10 +365,18 @@ def test_a_copy_that_is_no_good_is_reported_as_a_pass(scene: Scene) -> None:
     assert (scene.agent.slot(1).state, scene.agent.slot(1).step) == (SlotState.STAGED, 20)
 
 
+def test_how_much_of_a_shard_is_there_is_said_while_it_is_staged(scene: Scene) -> None:
+    scene.overlaps = True
+    scene.agent.write_record(Record(ballot=1, decided_step=7))
+    scene.at(7)
+    assert scene.agent.there_bytes(0, 7) == 1007
+    assert scene.agent.there_bytes(0, 6) == scene.agent.there_bytes(1, 7) == 0
+
+
 def test_a_failure_while_staging_leaves_the_slot_unfinished(scene: Scene) -> None:
     """Nobody may take it for a shard; the agent frees it when the worker's exit is confirmed."""
 
-    def fails(order: Order, finish: Finish) -> None:
+    def fails(order: Order, finish: Finish, there: There) -> None:
         raise MemoryError
 
     scene.stage = fails  # type: ignore[method-assign]

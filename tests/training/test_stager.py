@@ -60,6 +60,8 @@ class Job:
         self.stager = self.state.stager
         self.sizes: dict[int, int | None] = {}
         """Bytes of what was staged, by step; None: it was given up."""
+        self.there: list[int] = []
+        """How many bytes were there, again and again."""
         self.steps = 0
 
     def save(self, slot: int = 0, *, may_overlap: bool = True) -> int:
@@ -71,7 +73,7 @@ class Job:
             assert step not in self.sizes
             self.sizes[step] = size_bytes
 
-        self.stager.stage(Order(slot=slot, step=step, absent=(), may_overlap=may_overlap), finish)
+        self.stager.stage(Order(slot=slot, step=step, absent=(), may_overlap=may_overlap), finish, self.there.append)
         return step
 
     def reference(self) -> bytes:
@@ -304,7 +306,7 @@ def test_a_rank_that_owns_nothing_of_it_does_not_overlap(tmp_path: Path) -> None
     job = Job(tmp_path, given, rank=2, world_size=3)
     sizes: list[int | None] = []
     order = Order(slot=0, step=1, absent=(2,), may_overlap=True)
-    job.stager.stage(order, lambda size_bytes, copy_ns: sizes.append(size_bytes))
+    job.stager.stage(order, lambda size_bytes, copy_ns: sizes.append(size_bytes), job.there.append)
     assert len(sizes) == 1
     assert job.stager._proofs == 0
 
