@@ -7,7 +7,9 @@ Nothing is done in another way than a job does it: a rank's state is captured, p
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +79,9 @@ class Rank:
     ) -> None:
         self._place = launch(staging, rank, world_size)
         self._state = SavedState(self._place, [ModelPart("model", model_of(tensors))], None, [], ())
+        self._control = ControlBlock.create(
+            self._place.control_path, generation=GENERATION, rank=rank, world_size=world_size
+        )
         self.slot_bytes = self._state.stager.plan()
         self.slots_bytes = SLOTS * self.slot_bytes
         """Reserved in memory for as long as the job runs."""
@@ -100,9 +105,74 @@ class Rank:
         asyncio.run(_upload(store, place, self._place.slot_paths[step % SLOTS], size_bytes))
 
     def save(self, store: ObjectStore, step: int) -> None:
-        """A blocking save of a job of this rank alone: staged, durable, committed."""
+        """A blocking save of a job of this rank alone: staged, durable, committed; one after the other."""
         self.upload(store, step, self.stage(step))
         commit(store, checkpoint_of(step))
+
+    def save_leaving(self, agent: Agent, step: int) -> None:
+        """Stage, as when all leave: the agent follows. Returns when shard and receipt are durable."""
+        index = step % SLOTS
+        self._control.start_slot(index, GENERATION, step)
+        agent.ask(
+            job=self._place.job,
+            control=str(self._place.control_path),
+            slot=str(self._place.slot_paths[index]),
+            index=index,
+            step=step,
+        )
+        self._state.stager.stage(
+            Order(slot=index, step=step, absent=(), may_overlap=False),
+            lambda size_bytes, copy_ns: self._control.finish_slot(index, GENERATION, step, size_bytes or 0, copy_ns),
+            lambda there_bytes: self._control.advance_slot(index, step, there_bytes),
+        )
+        agent.answer()
+
+
+class Agent:
+    """A rank's connection to the process that uploads."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(path))
+        self._file = self._socket.makefile("rw")
+
+    def ask(self, **request: object) -> None:
+        """Send a request; `answer` waits for it to be done."""
+        self._file.write(json.dumps(request) + "\n")
+        self._file.flush()
+
+    def answer(self) -> object:
+        """What came of the last request."""
+        line = self._file.readline()
+        if not line:
+            raise SystemExit("the process that uploads has failed, and has said why")
+        return json.loads(line)
+
+    def commit(self, step: int) -> None:
+        """Write the index: all shards are there."""
+        self.ask(commit=step, generation=GENERATION)
+        if self.answer() is not True:
+            raise SystemExit(f"the checkpoint of step {step} was not committed")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._file.close()
+        self._socket.close()
+
+
+@contextmanager
+def agent_process(folder: Path, path: Path) -> Iterator[None]:
+    """A process that uploads to a folder and commits there, as an agent does; `Agent(path)` talks to it."""
+    command = [sys.executable, "-m", "benchmarks.upload_server", str(path), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            server.stdout.readline()
+            yield
+        finally:
+            server.stdin.close()  # it ends with its input
+            server.wait(timeout=30)
 
 
 async def _upload(store: ObjectStore, place: ShardPlace, path: Path, size_bytes: int) -> None:

@@ -79,7 +79,8 @@ def measure(world_size: int, given: Options) -> tuple[Samples, bool]:
             with rivals.process_group(rank, world_size, folder / "meeting"):
                 return be_rank(given, limit_seconds, staging, folder)
 
-        found = in_processes(world_size, act, RANK_SECONDS_MAX)
+        with engine.agent_process(folder / "ours", staging / "agent"):
+            found = in_processes(world_size, act, RANK_SECONDS_MAX)
     slowest = {
         side: [max(each) for each in zip(*(one["seconds"][side] for one in found), strict=True)]
         for side in found[0]["seconds"]
@@ -121,17 +122,18 @@ class Saver:
         self._steps = count(1)
         self._step = 0
         self._saves = engine.Rank(tensors, staging, rank=self._rank, world_size=self._world_size)
+        self._agent = engine.Agent(staging / "agent")
         self._store = engine.open_folder(folder / "ours")
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._share = memoryview(bytearray(size_bytes // self._world_size))
 
     def ours(self, _: Path) -> None:
-        """Stage and upload; the first rank writes the index when all receipts are there."""
+        """Stage, followed by the agent of all ranks, which writes the index when all receipts are there."""
         self._step = next(self._steps)
-        self._saves.upload(self._store, self._step, self._saves.stage(self._step))
+        self._saves.save_leaving(self._agent, self._step)
         dist.barrier()
         if self._rank == 0:
-            engine.commit_step(self._store, self._step)
+            self._agent.commit(self._step)
 
     def dcp(self, target: Path) -> None:
         """All ranks together."""

@@ -1,7 +1,8 @@
 """G4: a blocking save with digests, from live tensors to a committed checkpoint, in memory and on a disk.
 
 Against `dcp.save`, `safetensors.save_file` and a raw write of the same bytes; every file is flushed on all sides. Ours
-is staged, uploaded as the agent does it (but at normal priority) and committed. Each kind is loaded and compared.
+is what happens when all leave: staged, followed by the agent in a process of its own (but at normal priority) and
+committed. Each kind is loaded and compared.
 
     python -m benchmarks.saving [--state A|B] [--pairs 7] [--folder DISK] [--quick] [--json]
 """
@@ -44,7 +45,8 @@ def main() -> None:
         tensors = state.make()
         for place, parent in (("memory disk", MEMORY), ("disk", given.folder)):
             with scratch(MEMORY) as staging, scratch(parent) as folder:
-                samples, bit_equal = measure(state, Saver(tensors, staging, folder), given)
+                with engine.agent_process(folder / "ours", staging / "agent"):
+                    samples, bit_equal = measure(state, Saver(tensors, staging, folder), given)
                 what = f"save, {place}, {state.name}"
                 report.add(what, samples, lines_of(state, what, samples, bit_equal))
     show(report, "A blocking save (G4)", given)
@@ -58,12 +60,17 @@ class Saver:
         self._folder = folder
         self._steps = count(1)
         self._rank = engine.Rank(tensors, staging)
+        self._agent = engine.Agent(staging / "agent")
         self._store = engine.open_folder(folder / "ours")
         self._raw = memoryview(torch.cat([tensor.view(-1) for tensor in tensors.values()]).numpy().data).cast("B")
 
     def ours(self, _: Path) -> None:
         """Another step of the same job."""
-        self._rank.save(self._store, next(self._steps))
+        self._save(next(self._steps))
+
+    def _save(self, step: int) -> None:
+        self._rank.save_leaving(self._agent, step)
+        self._agent.commit(step)
 
     def dcp(self, target: Path) -> None:
         """torch.distributed.checkpoint, without a process group."""
@@ -90,7 +97,7 @@ class Saver:
         """Whether each kind of save loads with the same bits."""
         loaded, other = state.zeros(), state.zeros()
         step = next(self._steps)
-        self._rank.save(self._store, step)
+        self._save(step)
         engine.load(self._store, engine.checkpoint_of(step), loaded)
         self.dcp(self._folder / "dcp")
         rivals.dcp_load(other, self._folder / "dcp")

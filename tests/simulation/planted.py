@@ -143,6 +143,15 @@ def staged_when_the_copy_begins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedStager, "stage", stage)
 
 
+def followed_beyond_what_is_there(patch: pytest.MonkeyPatch) -> None:
+    """An agent that follows the staging takes all that the slot has room for, whether it was written yet or not."""
+
+    def follow(self: LocalGang, worker: Worker, index: int, step: int) -> Callable[[], tuple[int, bool]]:
+        return lambda: (worker.slot_paths[index].stat().st_size, True)
+
+    patch.setattr(LocalGang, "follow", follow)
+
+
 PLANTED: tuple[Plant, ...] = (
     step_without_the_echo,
     echo_from_the_agent,
@@ -155,4 +164,5 @@ PLANTED: tuple[Plant, ...] = (
     leave_as_a_separate_word,
     nobody_waits_for_the_decision,
     staged_when_the_copy_begins,
+    followed_beyond_what_is_there,
 )
