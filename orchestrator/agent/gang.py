@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.agent import workers as processes
-from orchestrator.agent.inheritance import HeldShard, Inheritance
+from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.ports import Runtime
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
+from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, HeldShard, Launch
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, Record, Slot, SlotState, WorkerPhase
 from orchestrator.core.messages import (
     CheckpointId,
@@ -67,6 +67,7 @@ class LocalGang:
         objects_token: str,
         *,
         inheritance: Inheritance,
+        store_folder: Path | None = None,
     ) -> None:
         self.settings = settings
         self._runtime = runtime
@@ -75,7 +76,7 @@ class LocalGang:
         self.record = Record()
         self.refused_ballot = 0
         self.deadline_seconds: float | None = None
-        self.workers = [self._prepare(rank, objects_url, objects_token) for rank in self.ranks]
+        self.workers = [self._prepare(rank) for rank in self.ranks]
         self.held: dict[Path, HeldShard] = {}
         """Slot file → the shard of the base in it, until this gang trains."""
         moved = inheritance.move(worker.slot_paths for worker in self.workers)
@@ -83,17 +84,19 @@ class LocalGang:
             if shard is not None:
                 worker.control.inherit_slot(1, shard.checkpoint, shard.size_bytes)
                 self.held[shard.path] = shard
+        for worker in self.workers:
+            self._write_launch(worker, objects_url, objects_token, store_folder)
 
     @property
     def ranks(self) -> range:
         """The ranks that live here."""
         return range(self.action.first_rank, self.action.first_rank + self.action.count)
 
-    def _prepare(self, rank: int, objects_url: str, objects_token: str) -> Worker:
+    def _prepare(self, rank: int) -> Worker:
         action, staging = self.action, self.settings.staging
         name = f"g{action.generation:08d}-r{rank:05d}"
         control_path = staging / f"{name}.control"
-        worker = Worker(
+        return Worker(
             rank=rank,
             local_rank=rank - action.first_rank,
             control=ControlBlock.create(
@@ -103,21 +106,26 @@ class LocalGang:
             launch_path=staging / f"{name}.launch.json",
             log_path=None if self.settings.attach_folder else self.settings.logs / f"{name}.log",
         )
+
+    def _write_launch(self, worker: Worker, objects_url: str, objects_token: str, store_folder: Path | None) -> None:
+        action = self.action
         Launch(
             job=self.settings.job,
             generation=action.generation,
-            rank=rank,
+            rank=worker.rank,
             world_size=action.world_size,
             local_world_size=action.count,
             base=action.base,
-            control_path=control_path,
+            control_path=worker.control.path,
             slot_paths=worker.slot_paths,
             objects_url=objects_url,
             token=objects_token,
             attached=self.settings.attach_folder is not None,
             agent_pid=os.getpid(),
+            store_folder=store_folder,
+            held=tuple(self.held.values()),
+            held_elsewhere=any(holder.objects_url != objects_url for holder in action.holders),
         ).write(worker.launch_path)
-        return worker
 
     def launch(self, environment: Mapping[str, str], on_exit: Callable[[Worker], None]) -> None:
         """Start the user's command once per rank, with the variables that torchrun gives."""

@@ -11,17 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.core.messages import CheckpointId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldShard:
-    """One rank's shard of a checkpoint of an older generation, in a slot file."""
-
-    checkpoint: CheckpointId
-    rank: int
-    path: Path
-    size_bytes: int
+from orchestrator.checkpoint.launch import HeldShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

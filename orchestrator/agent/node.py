@@ -63,6 +63,7 @@ from orchestrator.core.messages import (
 from orchestrator.errors import FormatError, ProtocolError, StoreError
 from orchestrator.preemption.process import NOTICE_SIGNALS
 from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.filesystem import FolderStore
 
 EXIT_WAIT_SECONDS = 5.0
 ADOPT_WAIT_SECONDS = 60.0
@@ -99,6 +100,7 @@ class Agent:
         self._gang: LocalGang | None = None
         self._objects_token = secrets.token_urlsafe(32)
         self._objects_url = ""
+        self._store_folder = Path(ports.store.url) if isinstance(ports.store, FolderStore) else None
         self._nearby = Nearby(settings.token, ports.open_peer, self._holder_url)
         self._saves = LocalSaves()
         self._supervisors_met = 0
@@ -346,6 +348,7 @@ class Agent:
                 self._objects_url,
                 self._objects_token,
                 inheritance=inheritance,
+                store_folder=self._store_folder,
             )
         except OSError as error:
             self._refuse_launch(action, error)

@@ -2,7 +2,7 @@
 
 Key: `staged/` and the key that the shard will have on the store; with `.crc32c` at the end, its digest as hexadecimal.
 A slot may be freed and used again at any time: what is read counts only if the slot still holds the step afterwards.
-With `near/` instead, the shard comes from where it is nearest: this node's memory, another node's, the store.
+With `near/` instead, the shard comes from another node's memory, if one is known to have it, else from the store.
 Used by `agent.node`.
 """
 
@@ -39,9 +39,7 @@ def staged_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:
 
 def parse_staged_key(key: str) -> tuple[CheckpointId, int] | None:
     """(checkpoint, rank) of a staged shard's key, None for any other."""
-    parsed = fmt.parse_checkpoint_key(key.removeprefix(PREFIX))
-    named = None if parsed is None else fmt.parse_receipt_name(parsed[1].replace(".safetensors", ".json"))
-    return None if parsed is None or named is None else (parsed[0], named[0])
+    return fmt.parse_shard_key(key.removeprefix(PREFIX))
 
 
 class Nearby:
@@ -119,12 +117,9 @@ class NodeObjects:
         return data
 
     def _near(self, key: str, question: Callable[[ObjectStore, str], T]) -> T:
-        """Ask this node's slots, another node, the store. Whoever reads checks the digests, wherever it comes from."""
+        """Ask another node, then the store. Whoever reads checks the digests, wherever it comes from."""
         key = key.removeprefix(NEAR_PREFIX)
-        try:
-            return question(self, PREFIX + key)
-        except NotFoundError:
-            found = self._nearby.ask(PREFIX + key, question)
+        found = self._nearby.ask(PREFIX + key, question)
         return question(self._store, key) if found is None else found
 
     def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:

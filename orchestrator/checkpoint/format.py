@@ -40,6 +40,7 @@ WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
 _CHECKPOINT = re.compile(r"checkpoints/g(\d{8,})-s(\d{10,})/(.+)\Z")
 _GENERATION = re.compile(r"generations/(\d{8,})\.json\Z")
 _RECEIPT = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.json\Z")
+_SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors\Z")
 _DIGEST_FIELD = re.compile(rb'\{"digest":"([0-9a-f]{8})",')
 
 
@@ -277,6 +278,13 @@ def parse_receipt_name(name: str) -> tuple[int, int] | None:
     """(rank, world size) of a receipt's file name within its folder, None for any other name."""
     match = _RECEIPT.match(name)
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+def parse_shard_key(key: str) -> tuple[CheckpointId, int] | None:
+    """(checkpoint, rank) of a shard's key, None for any other key."""
+    parsed = parse_checkpoint_key(key)
+    named = None if parsed is None else _SHARD.match(parsed[1])
+    return None if parsed is None or named is None else (parsed[0], int(named[1]))
 
 
 def parse_generation_key(key: str) -> int | None:

@@ -6,6 +6,7 @@ Written by `agent.gang`, read by `training.session`. No torch.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +14,16 @@ from pydantic import BaseModel, ConfigDict
 from orchestrator.core.messages import CheckpointId
 
 LAUNCH_VARIABLE = "ORCHESTRATOR_LAUNCH"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldShard:
+    """One rank's shard of a checkpoint of an older generation, in a slot file of this node."""
+
+    checkpoint: CheckpointId
+    rank: int
+    path: Path
+    size_bytes: int
 
 
 class Launch(BaseModel):
@@ -30,6 +41,12 @@ class Launch(BaseModel):
     slot_paths: tuple[Path, Path]
     objects_url: str
     token: str
+    store_folder: Path | None = None
+    """Where the job's objects are, if it is a folder: the worker reads it itself."""
+    held: tuple[HeldShard, ...] = ()
+    """Shards of the base in this node's memory, until the first save of this generation is proposed."""
+    held_elsewhere: bool = False
+    """Whether other nodes may have some, too."""
     attached: bool
     agent_pid: int
     decision_wait_seconds: float = 10.0

@@ -1,7 +1,8 @@
 """A job's store as a worker sees it at a restart: shards from where they are nearest, everything else from the store.
 
-Nearest is a slot of this node, a slot of another node, the store: the node's agent knows (`agent.staged`). Used by
-`training.session`; the digests that the index vouches for are checked all the same.
+Nearest is a slot of this node, whose file the worker reads itself; then a slot of another node, which this node's agent
+asks (`agent.staged`); then the store. Used by `training.session`; the digests that the index vouches for are checked
+all the same.
 """
 
 from __future__ import annotations
@@ -9,49 +10,72 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.launch import HeldShard
 from orchestrator.storage.base import Entry, ObjectStore, Piece
+from orchestrator.storage.filesystem import FolderStore
 
 NEAR_PREFIX = "near/"
-"""Before a shard's key, in an agent's objects: from memory, if it is there."""
+"""Before a shard's key, in an agent's objects: from another node's memory, if it is there."""
 
 
 class NearStore:
-    """Reads an agent's objects."""
+    """Reads this node's slots, an agent's objects, and the store."""
 
-    def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
+    def __init__(
+        self, store: ObjectStore, agent: ObjectStore, held: Iterable[HeldShard], *, held_elsewhere: bool
+    ) -> None:
+        """`agent` has the objects of this node's agent; it is asked for shards only if other nodes may have some."""
+        self._store = store
+        self._agent = agent
+        self._held = {(shard.checkpoint, shard.rank): shard for shard in held}
+        self._held_elsewhere = held_elsewhere
 
     @property
     def url(self) -> str:
         """See the port."""
-        return self._objects.url
+        return self._store.url
 
     def create(self, key: str, pieces: Iterable[Piece]) -> None:
         """See the port."""
-        self._objects.create(key, pieces)
+        self._store.create(key, pieces)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
-        return self._objects.read(_near(key), start, stop)
+        held = self._held_of(key)
+        if held is not None:
+            stop = held.size_bytes if stop is None else min(stop, held.size_bytes)
+        source, place = self._nearest(key, held)
+        return source.read(place, start, stop)
 
     def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
-        """See the port."""
-        return self._objects.read_into(_near(key), start, buffers)
+        """See the port. A slot may be longer than its shard; whoever reads a shard knows its size from the index."""
+        source, place = self._nearest(key, self._held_of(key))
+        return source.read_into(place, start, buffers)
 
     def size(self, key: str) -> int:
         """See the port."""
-        return self._objects.size(_near(key))
+        held = self._held_of(key)
+        if held is not None:
+            return held.size_bytes
+        source, place = self._nearest(key, held)
+        return source.size(place)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """See the port."""
-        return self._objects.entries(prefix)
+        return self._store.entries(prefix)
 
     def delete(self, key: str) -> None:
         """See the port."""
-        self._objects.delete(key)
+        self._store.delete(key)
 
+    def _held_of(self, key: str) -> HeldShard | None:
+        shard = fmt.parse_shard_key(key)
+        return None if shard is None else self._held.get(shard)
 
-def _near(key: str) -> str:
-    parsed = fmt.parse_checkpoint_key(key)
-    is_shard = parsed is not None and parsed[1].startswith("shard-") and key.endswith(".safetensors")
-    return NEAR_PREFIX + key if is_shard else key
+    def _nearest(self, key: str, held: HeldShard | None) -> tuple[ObjectStore, str]:
+        """(whom to ask, for which key)."""
+        if held is not None:
+            return FolderStore(held.path.parent), held.path.name
+        if self._held_elsewhere and fmt.parse_shard_key(key) is not None:
+            return self._agent, NEAR_PREFIX + key
+        return self._store, key

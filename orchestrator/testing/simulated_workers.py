@@ -243,7 +243,8 @@ class _Program:
             return 0, weights_at(0)
         store = self._training.object_stores[launch.objects_url]
         try:
-            return self._read(NearStore(store), launch.base)
+            near = NearStore(store, store, launch.held, held_elsewhere=launch.held_elsewhere)
+            return self._read(near, launch.base)
         except (FormatError, StoreError):
             return self._read(store, launch.base)
 

@@ -32,6 +32,7 @@ from orchestrator.errors import (
 )
 from orchestrator.preemption.process import record_signals
 from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.peers import PeerStore
 from orchestrator.training import attached, loaders
 from orchestrator.training.boundary import Boundary, Passing
@@ -101,10 +102,10 @@ class Run:
         self._begun = False
         self.step = 0
         self._refuse_world_size()
-        store = PeerStore(launch.objects_url, launch.token)
+        agent = PeerStore(launch.objects_url, launch.token)
         try:
             self._state = SavedState(launch, self._parts(given), self._sampler, _optimizers(given), accept)
-            self.step = self._restore(store)
+            self.step = self._restore(agent)
             if self._state.restored:
                 self._plan()
         except RefusedError:
@@ -114,16 +115,18 @@ class Run:
             self._control.set_phase(WorkerPhase.UNREADABLE)
             raise
         finally:
-            store.close()
+            agent.close()
         self._boundary = Boundary(self._control, launch, self._state.stager, self._alone)
         _warn_about_buckets(given.get("model"), launch)
         if self._state.restored:
             self._say(f"resumed from step {self.step} (checkpoint {launch.base})")
 
-    def _restore(self, store: ObjectStore) -> int:
+    def _restore(self, agent: ObjectStore) -> int:
         """Load the base from the nearest memory; if anything is wrong with what is there, from the store."""
+        launch = self._launch
+        store = agent if launch.store_folder is None else FolderStore(launch.store_folder)
         try:
-            return self._state.restore(NearStore(store))
+            return self._state.restore(NearStore(store, agent, launch.held, held_elsewhere=launch.held_elsewhere))
         except (FormatError, StoreError):
             return self._state.restore(store)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.agent.gang import LocalGang
-from orchestrator.agent.inheritance import HeldShard, Inheritance
+from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.staged import Nearby, NodeObjects
 from orchestrator.agent.workers import ProcessRuntime
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.launch import HeldShard, Launch
 from orchestrator.checkpoint.near import NearStore
 from orchestrator.checkpoint.slots import SlotState
 from orchestrator.core.messages import CheckpointId, Holder, LaunchWorkers, Prepare
@@ -19,6 +20,7 @@ from orchestrator.storage.memory import MemoryStore
 from tests.agent.settings import settings_in
 
 BASE = CheckpointId(generation=3, step=20)
+URL = "http://127.0.0.1:2"
 
 
 def gang_in(
@@ -43,8 +45,8 @@ def gang_in(
         holders=holders,
     )
     settings = settings_in(folder, workers=count)
-    url, token = "http://127.0.0.1:2", "objects token"
-    return LocalGang(settings, ProcessRuntime(), action, url, token, inheritance=inheritance or Inheritance())
+    runtime, token = ProcessRuntime(), "objects token"
+    return LocalGang(settings, runtime, action, URL, token, inheritance=inheritance or Inheritance())
 
 
 def stage(gang: LocalGang, index: int, step: int) -> None:
@@ -159,6 +161,7 @@ def test_a_shard_comes_from_this_node_then_from_another_then_from_the_store(tmp_
         holders = (Holder(first_rank=1, count=1, objects_url="http://b"),)
         gangs.append(gang_in(tmp_path / name, generation=4, base=BASE, inheritance=inheritance, holders=holders))
     store = Counted()
+    store.create("generations/00000001.json", [b"{}"])
     keys = [fmt.shard_key(BASE, rank, 2) for rank in (0, 1)]
     for rank, key in enumerate(keys):
         store.create(key, [content_of(rank, 20)])
@@ -169,13 +172,29 @@ def test_a_shard_comes_from_this_node_then_from_another_then_from_the_store(tmp_
         opened.append(url)
         return Opened(objects_of(gangs[1], store, far))
 
-    near = NearStore(objects_of(gangs[0], store, Nearby("token", open_peer, gangs[0].holder_url)))
+    agent = objects_of(gangs[0], store, Nearby("token", open_peer, gangs[0].holder_url))
+    launch = Launch.read(gangs[0].workers[1].launch_path)
+    near = NearStore(store, agent, launch.held, held_elsewhere=launch.held_elsewhere)
     assert [near.read(key, 5) for key in keys] == [content_of(rank, 20)[5:] for rank in (0, 1)]
     assert [near.size(key) for key in keys] == [len(content_of(rank, 20)) for rank in (0, 1)]
     assert (store.reads, opened) == (0, ["http://b"]), "the store is asked nothing at all"
     gangs[1].prepare(Prepare(node="node-1", generation=4, ballot=1, step=25))
     assert [near.read(key) for key in (keys[1], keys[1], keys[0])] == [content_of(rank, 20) for rank in (1, 1, 0)]
     assert (store.reads, opened) == (2, ["http://b"]), "a node that has failed is not asked again"
+    buffer = bytearray(8)
+    assert near.read_into(keys[0], 3, [memoryview(buffer)]) == 8
+    assert buffer == content_of(0, 20)[3:11]
+    assert near.read("generations/00000001.json") == b"{}", "everything else is the store's"
+
+
+def test_where_no_other_node_has_anything_the_agent_is_not_asked(tmp_path: Path) -> None:
+    gang = gang_in(tmp_path / "a", generation=4, base=BASE, holders=(Holder(first_rank=0, count=2, objects_url=URL),))
+    launch = Launch.read(gang.workers[0].launch_path)
+    assert (launch.held, launch.held_elsewhere) == ((), False), "the only holder is this node itself"
+    store, key = MemoryStore(), fmt.shard_key(BASE, 0, 2)
+    store.create(key, [b"shard"])
+    near = NearStore(store, MemoryStore(), launch.held, held_elsewhere=launch.held_elsewhere)
+    assert (near.read(key), near.size(key)) == (b"shard", 5)
 
 
 class Opened:

@@ -52,7 +52,12 @@ def slot_reused_while_it_is_read(patch: pytest.MonkeyPatch) -> None:
     """A slot becomes free as soon as its step is ordered, whoever still reads it."""
     patch.setattr(Uploads, "reading", lambda self, path: False)
     patch.setattr(LocalSaves, "may_free", lambda self, step: step in self._ordered)
-    patch.setattr(LocalGang, "holds", lambda self, worker, index, step: lambda: True)
+
+    def follow(self: LocalGang, worker: Worker, index: int, step: int) -> Callable[[], tuple[int, bool]]:
+        size_bytes = worker.control.slot(index).size_bytes
+        return lambda: (size_bytes, True)
+
+    patch.setattr(LocalGang, "follow", follow)
 
 
 def two_attempts_in_one_generation(patch: pytest.MonkeyPatch) -> None:
