@@ -20,8 +20,9 @@ import torch
 
 from orchestrator.agent import uploads
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.launch import Launch
+from orchestrator.checkpoint.launch import HeldShard, Launch
 from orchestrator.checkpoint.layout import plan_shard
+from orchestrator.checkpoint.near import NearStore
 from orchestrator.checkpoint.reader import read_committed
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.save import ShardPlace, commit
@@ -108,6 +109,13 @@ class Rank:
         """A blocking save of a job of this rank alone: staged, durable, committed; one after the other."""
         self.upload(store, step, self.stage(step))
         commit(store, checkpoint_of(step))
+
+    def near(self, store: ObjectStore, step: int) -> NearStore:
+        """The store as a worker of the next generation sees it, while this rank's slot holds the shard of the step."""
+        path = self._place.slot_paths[step % SLOTS]
+        size_bytes = read_committed(store, checkpoint_of(step)).by_rank[self._place.rank].size_bytes
+        held = HeldShard(checkpoint=checkpoint_of(step), rank=self._place.rank, path=path, size_bytes=size_bytes)
+        return NearStore(store, store, [held], held_elsewhere=False)
 
     def save_leaving(self, agent: Agent, step: int) -> None:
         """Stage, as when all leave: the agent follows. Returns when shard and receipt are durable."""

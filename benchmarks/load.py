@@ -1,8 +1,9 @@
 """G5: a committed checkpoint into existing tensors, every byte verified.
 
-Against `dcp.load` and a raw read of the same bytes into warm memory. `through the agent` is the same load as a worker
-does it, over the agent's object server. Everything is in the page cache; the tensors are overwritten before each load
-and compared bit by bit after it, with the clock stopped.
+Against `dcp.load` and a raw read of the same bytes into warm memory. `from a slot`: a restart whose base is still in
+its node's memory. `through the agent`: over the agent's object server, as another node's memory or a bucket is read.
+Everything is in the page cache; the tensors are overwritten before each load and compared bit by bit after it, with the
+clock stopped.
 
     python -m benchmarks.load [--state A|B] [--pairs 7] [--folder DISK] [--quick] [--json]
 """
@@ -32,6 +33,7 @@ from benchmarks.measuring import (
 )
 
 STEP = 1
+SLOT = "from a slot"
 AGENT = "through the agent"
 
 
@@ -69,11 +71,13 @@ def measure(state: State, given: Options, report: Report, folder: Path) -> None:
     rivals.raw_write(raw, folder / "raw")
     rivals.dcp_save(tensors, folder / "dcp")
     store, checkpoint = engine.open_folder(folder / "ours"), engine.checkpoint_of(STEP)
-    with scratch(MEMORY) as staging:
-        engine.Rank(tensors, staging).save(store, STEP)
     loads = Loads(state, tensors)
-    with engine.through_agent(folder / "ours") as served:
+    with scratch(MEMORY) as staging, engine.through_agent(folder / "ours") as served:
+        rank = engine.Rank(tensors, staging)
+        rank.save(store, STEP)
+        near = rank.near(store, STEP)
         sides = {
+            SLOT: lambda: loads.timed(lambda: engine.load(near, checkpoint, loads.into)),
             OURS: lambda: loads.timed(lambda: engine.load(store, checkpoint, loads.into)),
             AGENT: lambda: loads.timed(lambda: engine.load(served, checkpoint, loads.into)),
             "dcp.load": lambda: loads.timed(lambda: rivals.dcp_load(loads.into, folder / "dcp")),
@@ -97,7 +101,8 @@ def measure(state: State, given: Options, report: Report, folder: Path) -> None:
 
     lines = [
         line("load", OURS, "dcp.load", must, moonshot),
-        line(f"load {AGENT}", AGENT, "dcp.load", must, moonshot),
+        line(f"load {SLOT}", SLOT, "dcp.load", must, moonshot),
+        line(f"load {AGENT}", AGENT, "dcp.load", None, None),
     ]
     report.add(f"load, {state.name}", samples, lines)
 
