@@ -78,8 +78,10 @@ class Gate(_Record):
     rng: str
 
 
-class Receipt(_Record):
-    """Written once beside a durable shard."""
+class ReceiptHead(_Record):
+    """What readers of a shard need of its receipt: not the table, which is large and stands in the index, too."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     version: int
     job: str
@@ -96,12 +98,19 @@ class Receipt(_Record):
     """Of the shard file."""
     blocks: str
     """crc32c of each 1 MiB block of the shard file: little-endian uint32, base64."""
+    gate: Gate
+
+
+class Receipt(ReceiptHead):
+    """Written once beside a durable shard."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
     tensors: ShardTable
     objects: dict[str, Count]
     """crc32c of the canonical JSON of the state of each object given to attach."""
     values: dict[str, Any] | None
     """Job-scoped values beside tensors, in the first present rank's receipt only; every shard's header has them."""
-    gate: Gate
 
 
 class ShardRecord(_Record):
@@ -296,6 +305,7 @@ def parse_generation_key(key: str) -> int | None:
 # ----------------------------------------------------------------------------------------------- records
 
 RecordT = TypeVar("RecordT", bound=_Record)
+ReceiptT = TypeVar("ReceiptT", bound=ReceiptHead)
 
 
 def dump(record: BaseModel) -> bytes:
@@ -334,14 +344,14 @@ def load(record_type: type[RecordT], key: str, data: bytes) -> RecordT:
         raise FormatError(key, f"not a valid {record_type.__name__}: {where}: {first['msg']}") from error
 
 
-def load_receipt(key: str, data: bytes) -> Receipt:
+def load_receipt(key: str, data: bytes, kind: type[ReceiptT]) -> ReceiptT:
     """`load` of a receipt, parsed once, as thousands are read for one index. NaN in its values is refused later."""
     try:
-        receipt = Receipt.model_validate_json(data)
+        receipt = kind.model_validate_json(data)
     except ValidationError:
-        return load(Receipt, key, data)  # says what is wrong
+        return load(kind, key, data)  # says what is wrong
     if receipt.version != FORMAT_VERSION:
-        return load(Receipt, key, data)
+        return load(kind, key, data)
     return receipt
 
 

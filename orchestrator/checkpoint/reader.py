@@ -73,13 +73,13 @@ def read_committed(store: ObjectStore, checkpoint: CheckpointId) -> fmt.Index:
     return index
 
 
-def read_receipt(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord) -> fmt.Receipt:
+def read_receipt(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord) -> fmt.ReceiptHead:
     """The receipt that the checkpoint was committed with. Raises DigestError if it is another one, StoreError."""
     key = fmt.receipt_key(index.id, shard.rank, index.world_size)
     data = store.read(key, 0, shard.receipt_bytes)
     if len(data) != shard.receipt_bytes or crc(data) != shard.receipt_crc32c:
         raise DigestError(key, "is not the receipt that was committed: truncated, edited or replaced")
-    receipt = load_receipt(index.id, key, data)
+    receipt = load_receipt(index.id, key, data, fmt.ReceiptHead)
     if (receipt.size_bytes, receipt.header_bytes) != (shard.size_bytes, shard.header_bytes):
         raise FormatError(key, f"has other sizes than {fmt.index_key(index.id)}")
     return receipt
@@ -120,7 +120,7 @@ def verified_windows(
 
 
 def _verified(
-    store: ObjectStore, index: fmt.Index, receipt: fmt.Receipt, ranges: Iterable[tuple[int, int]]
+    store: ObjectStore, index: fmt.Index, receipt: fmt.ReceiptHead, ranges: Iterable[tuple[int, int]]
 ) -> Iterator[Window]:
     shard = _Shard.of(store, index, receipt)
     for start, stop in _window_ranges(ranges, shard.size_bytes, WINDOW_BYTES):
@@ -142,7 +142,7 @@ class _Shard:
     """Of each block."""
 
     @classmethod
-    def of(cls, store: ObjectStore, index: fmt.Index, receipt: fmt.Receipt) -> Self:
+    def of(cls, store: ObjectStore, index: fmt.Index, receipt: fmt.ReceiptHead) -> Self:
         """The shard of a receipt that can be trusted. Raises FormatError."""
         key = fmt.shard_key(index.id, receipt.rank, index.world_size)
         digests = fmt.unpack_blocks(key, receipt.blocks, receipt.size_bytes)

@@ -236,7 +236,7 @@ def draft_index(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | s
     ranks = {rank for rank, _, _ in listed}
     builder = IndexBuilder(checkpoint)
     for number, (key, data) in enumerate(read_in_order(store, [entry for *_, entry in listed], LARGE_BYTES_MAX)):
-        receipt = load_receipt(checkpoint, key, data)
+        receipt = load_receipt(checkpoint, key, data, fmt.Receipt)
         problem = _missing(receipt, ranks) if number == 0 else None
         shard_key = fmt.shard_key(checkpoint, receipt.rank, receipt.world_size)
         shard = entries.get(shard_key)
@@ -263,9 +263,9 @@ def _missing(first: fmt.Receipt, ranks: set[int]) -> str | None:
     return f"{len(ranks)} of {first.world_size} receipts are there; ranks {missing} are missing"
 
 
-def load_receipt(checkpoint: CheckpointId, key: str, data: bytes) -> fmt.Receipt:
-    """Parse a receipt that was read from `key`. Raises FormatError if it is not that of its key."""
-    receipt = fmt.load_receipt(key, data)
+def load_receipt(checkpoint: CheckpointId, key: str, data: bytes, kind: type[fmt.ReceiptT]) -> fmt.ReceiptT:
+    """Parse a receipt that was read from `key`, or its head. Raises FormatError if it is not that of its key."""
+    receipt = fmt.load_receipt(key, data, kind)
     of = CheckpointId(generation=receipt.generation, step=receipt.step)
     if of != checkpoint or key != fmt.receipt_key(of, receipt.rank, receipt.world_size):
         raise FormatError(key, f"is the receipt of rank {receipt.rank} of {receipt.world_size} of {of}")

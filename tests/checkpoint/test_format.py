@@ -171,7 +171,7 @@ def test_rubbish_is_a_format_error(data: bytes) -> None:
     with pytest.raises(FormatError):
         fmt.load(fmt.Receipt, KEY, data)
     with pytest.raises(FormatError):
-        fmt.load_receipt(KEY, data)
+        fmt.load_receipt(KEY, data, fmt.Receipt)
 
 
 def tensor(**values: Any) -> Any:
@@ -367,7 +367,7 @@ def test_the_example_of_an_index_is_one() -> None:
 
 def test_the_example_of_a_receipt_is_the_one_that_the_index_names() -> None:
     data = example('{"absent"')
-    receipt = fmt.load_receipt("receipt", data)
+    receipt = fmt.load_receipt("receipt", data, fmt.Receipt)
     index = fmt.load_index("index", example('{"digest"'))
     assert isinstance(index, fmt.Index)
     shard = index.by_rank[receipt.rank]

@@ -143,14 +143,14 @@ def raw(**columns: Any) -> bytes:
 )
 def test_columns_of_another_kind_are_refused_by_name(data: bytes, word: str) -> None:
     with pytest.raises(FormatError, match=f"not a valid Receipt: {word}"):
-        fmt.load_receipt("receipt", data)
+        fmt.load_receipt("receipt", data, fmt.Receipt)
 
 
 @pytest.mark.parametrize("world_size", [0, (1 << 20) + 1, 1 << 60])
 def test_a_world_that_nobody_could_count_is_refused(world_size: int) -> None:
     fields = json.loads(fmt.dump(receipt(0)))
     with pytest.raises(FormatError, match="world_size"):
-        fmt.load_receipt("receipt", fmt.canonical_json({**fields, "world_size": world_size}))
+        fmt.load_receipt("receipt", fmt.canonical_json({**fields, "world_size": world_size}), fmt.Receipt)
 
 
 # ----------------------------------------------------------------------------------------------------- the values
@@ -315,7 +315,7 @@ def test_memory_does_not_grow_by_the_chunks_of_more_ranks() -> None:
 def test_the_index_is_the_same_bytes_whatever_the_receipts_went_through() -> None:
     """W12: any agent may write the index; all write the same."""
     receipts = two(objects={"b": 1, "a": {"z": 1, "y": [2]}})
-    again = [fmt.load_receipt("receipt", fmt.dump(one)) for one in receipts]
+    again = [fmt.load_receipt("receipt", fmt.dump(one), fmt.Receipt) for one in receipts]
     assert again == receipts
     assert index_of(again) == index_of(receipts)
 

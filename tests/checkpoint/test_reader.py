@@ -199,7 +199,7 @@ def test_a_receipt_that_the_index_names_must_still_be_of_its_shard(tmp_path: Pat
     store = MemoryStore()
     index = save(store, tmp_path, {"x": torch.arange(10)})
     key = fmt.receipt_key(index.id, 0, 1)
-    receipt = fmt.load_receipt(key, store.read(key))
+    receipt = fmt.load_receipt(key, store.read(key), fmt.Receipt)
     for change, word in (({"size_bytes": 1}, "other sizes"), ({"blocks": "!"}, "base64"), ({"blocks": ""}, "0 block")):
         data = fmt.dump(receipt.model_copy(update=change))
         replace(store, key, data)

@@ -42,7 +42,7 @@ def test_the_receipt_says_what_is_in_the_shard(any_store: ObjectStore, tmp_path:
     data = stage(tmp_path, TENSORS)
     receipt = upload(any_store, place(), data)
     assert any_store.read(place().shard_key) == data
-    assert fmt.load_receipt("receipt", any_store.read(place().receipt_key)) == receipt
+    assert fmt.load_receipt("receipt", any_store.read(place().receipt_key), fmt.Receipt) == receipt
     assert receipt.size_bytes == len(data)
     blocks = fmt.unpack_blocks("shard", receipt.blocks, len(data))
     assert len(blocks) == 2
@@ -60,7 +60,7 @@ def test_only_the_first_present_ranks_receipt_repeats_the_values(tmp_path: Path)
     """Every rank has them alike, and they grow with the tensors; the others' receipts say by digest that they do."""
     store = MemoryStore()
     upload_all(store, tmp_path, SMALL, world_size=4, absent=(0,), values={"scheduler": {"at": 1}})
-    receipts = [fmt.load_receipt("receipt", store.read(place(rank, 4).receipt_key)) for rank in range(4)]
+    receipts = [fmt.load_receipt("receipt", store.read(place(rank, 4).receipt_key), fmt.Receipt) for rank in range(4)]
     assert [one.values for one in receipts] == [None, {"objects": {"scheduler": {"at": 1}}}, None, None]
     assert len({one.objects["scheduler"] for one in receipts}) == 1
 

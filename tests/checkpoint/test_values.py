@@ -47,7 +47,7 @@ def is_tensor(value: object) -> bool:
 def through_the_store(tree: Any) -> Any:
     """What receipt and index make of a JSON tree."""
     written = receipt(0, 1, rows=[], objects={"part": json.loads(json.dumps(tree, allow_nan=False))})
-    index = read(index_of([fmt.load_receipt("receipt", fmt.dump(written))]))
+    index = read(index_of([fmt.load_receipt("receipt", fmt.dump(written), fmt.Receipt)]))
     return index.values["objects"]["part"]
 
 

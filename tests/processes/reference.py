@@ -184,7 +184,7 @@ class StoreCheck:
     def _receipt(self, key: str, sizes: Mapping[str, int]) -> Iterator[str]:
         """A receipt says that its shard is durable: it must be there, with these bytes."""
         try:
-            receipt = fmt.load_receipt(key, read_record(self.store, key, LARGE_BYTES_MAX))
+            receipt = fmt.load_receipt(key, read_record(self.store, key, LARGE_BYTES_MAX), fmt.Receipt)
         except OrchestratorError as error:
             yield f"{key} cannot be read: {error}"
             return
