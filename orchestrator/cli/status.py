@@ -91,8 +91,14 @@ def _summary(now: dict[str, Any]) -> list[tuple[str, object]]:
         ("a step takes", duration_text(now["step_seconds"])),
         ("done in", duration_text(now["eta_seconds"])),
         ("newest checkpoint", newest or "none yet"),
+        *(("saving", _saving(save)) for save in now["saves"]),
         ("failures since", now["failures"]),
     ]
+
+
+def _saving(save: dict[str, Any]) -> str:
+    counts = f"{save['staged']} of {save['ranks']} ranks staged, {save['durable']} durable"
+    return f"{save['checkpoint']}, for {duration_text(save['since_seconds'])}: {counts}"
 
 
 def _nodes(now: dict[str, Any]) -> RenderableType:
@@ -123,7 +129,7 @@ def _rank_range(ranks: list[int]) -> str | None:
 
 def _ranks(now: dict[str, Any]) -> RenderableType:
     rows = [
-        (rank["rank"], rank["pid"] or None, rank["step"], duration_text(rank["step_seconds"] or None))
+        (rank["rank"], rank["pid"] or None, rank["step"], duration_text(rank["step_seconds"] or None), rank["save"])
         for rank in now["ranks"]
     ]
-    return table(("rank", "process", "step", "a step takes"), rows)
+    return table(("rank", "process", "step", "a step takes", "its save"), rows)

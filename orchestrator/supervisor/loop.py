@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchestrator.clock import Clock
+from orchestrator.core.commit import Save
 from orchestrator.core.job import Job, JobSpec, new_job, step
 from orchestrator.core.messages import (
     Action,
@@ -183,6 +184,7 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
     committed = job.newest_committed
     age = None if job.committed_at_seconds is None else now_seconds - job.committed_at_seconds
     progress = job.highest_step / job.until if job.until else None
+    saves = sorted(job.saves.values(), key=lambda save: save.id)
     eta = None if job.until is None else (job.until - job.highest_step) * job.step_seconds
     return {
         "job": job.spec.name,
@@ -198,6 +200,18 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
         "newest_committed_step": committed.step if committed else None,
         "commit_age_seconds": age,
         "failures": job.failures,
+        "saves": [
+            {
+                "checkpoint": str(save.id),
+                "state": str(save.state),
+                "ranks": save.world_size,
+                "staged": len(save.staged),
+                "durable": len(save.durable),
+                "staged_bytes": save.size_bytes,
+                "since_seconds": now_seconds - save.decided_at_seconds,
+            }
+            for save in saves
+        ],
         "nodes": [
             {
                 "node": node.name,
@@ -209,7 +223,20 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
             for node in job.nodes.values()
         ],
         "ranks": [
-            {"rank": rank, "pid": state.pid, "step": state.step, "step_seconds": state.step_seconds}
+            {
+                "rank": rank,
+                "pid": state.pid,
+                "step": state.step,
+                "step_seconds": state.step_seconds,
+                "save": None if not saves else _progress(saves[-1], rank),
+            }
             for rank, state in sorted(job.ranks.items())
         ],
     }
+
+
+def _progress(save: Save, rank: int) -> str:
+    """How far a rank's shard is."""
+    if rank in save.durable:
+        return "durable"
+    return "staged" if rank in save.staged else "staging"

@@ -357,7 +357,18 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
             {"node": "node-1", "agent_pid": None, "going": True, "seconds_left": 12.25, "ranks": [2]},
             {"node": "[red]node-2\x1b[2J", "agent_pid": 12, "going": True, "seconds_left": None, "ranks": []},
         ],
-        "ranks": [{"rank": 0, "pid": 11, "step": 50, "step_seconds": 0.5}],
+        "saves": [
+            {
+                "checkpoint": "g00000003-s0000000050",
+                "state": "uploading",
+                "ranks": 4,
+                "staged": 4,
+                "durable": 1,
+                "staged_bytes": 4096,
+                "since_seconds": 2.0,
+            }
+        ],
+        "ranks": [{"rank": 0, "pid": 11, "step": 50, "step_seconds": 0.5, "save": "durable"}],
     }
     output().print(status_table(now))
     text = capsys.readouterr().out
@@ -367,6 +378,7 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "g00000003-s0000000040, 5.0 s ago",
         "will go in 12.2 s",
         "0 to 1",
+        "g00000003-s0000000050, for 2.0 s: 4 of 4 ranks staged, 1 durable",
         "[red]node-2",
     ):
         assert expected in text

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import aiohttp
 import pytest
 
 from orchestrator.clock import SystemClock
-from orchestrator.core.messages import Prepare
+from orchestrator.core.commit import Save
+from orchestrator.core.job import new_job
+from orchestrator.core.messages import CheckpointId, Mode, Prepare
+from orchestrator.core.ranks import NOBODY, Ranks, RankSet
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError
 from orchestrator.schedulers.base import NodeInfo, OnLost
-from orchestrator.supervisor.loop import Supervisor
+from orchestrator.supervisor.loop import Supervisor, describe
 from orchestrator.supervisor.server import SupervisorServer
 from orchestrator.telemetry import EventLog, EventRecord
 
@@ -90,6 +94,35 @@ async def test_status(client: aiohttp.ClientSession) -> None:
     async with client.get("/status") as answer:
         body = await answer.json()
     assert (body["job"], body["phase"], body["newest_committed"]) == ("small", "gathering", None)
+
+
+def test_status_says_how_far_each_rank_of_a_save_is() -> None:
+    spec = JobSpec(name="small", nodes_min=1, nodes_max=1, workers_per_node=3, save_every_steps=10)
+    older, newer = (
+        Save(
+            id=CheckpointId(generation=1, step=step),
+            mode=Mode.STAY,
+            world_size=3,
+            absent=NOBODY,
+            decided_at_seconds=90.0 + step,
+            deadline_seconds=None,
+            staged=RankSet.of(staged),
+            durable=RankSet.of(durable),
+            size_bytes=4096,
+        )
+        for step, staged, durable in ((1, (0, 1, 2), (0, 1, 2)), (2, (0, 1), (1,)))
+    )
+    saves = {newer.id: newer, older.id: older}
+    job = replace(new_job(spec, 0.0), saves=saves, ranks=Ranks.starting(3, 0))
+    said = describe(job, 100.0, {})
+    assert [(save["checkpoint"], save["staged"], save["durable"]) for save in said["saves"]] == [
+        ("g00000001-s0000000001", 3, 3),
+        ("g00000001-s0000000002", 2, 1),
+    ]
+    assert said["saves"][1]["since_seconds"] == 8.0
+    assert [rank["save"] for rank in said["ranks"]] == ["staged", "durable", "staging"]
+    nothing = describe(replace(job, saves={}), 100.0, {})
+    assert (nothing["saves"], [rank["save"] for rank in nothing["ranks"]]) == ([], [None] * 3)
 
 
 @pytest.mark.parametrize(
