@@ -172,6 +172,12 @@ def as_sharded(tensor: torch.Tensor) -> DTensor | None:
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
+def is_sharded_type(kind: type) -> bool:
+    """Whether it is DTensor itself."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and kind is module.DTensor
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: a DTensor's own memory, or the tensor itself."""
     sharded = as_sharded(tensor)

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from orchestrator.checkpoint.layout import Scope, Shares, local_part
+from orchestrator.checkpoint.layout import Scope, Shares, as_sharded, is_sharded_type, local_part
 from orchestrator.checkpoint.staging import Fixed
 from orchestrator.training.overlap import Owners
 from orchestrator.training.parts import Captured, ModelPart, ObjectPart, OptimizerPart, Part, tensor_names
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_STATE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_PLAIN_KINDS = frozenset({*_PLAIN_TENSORS, type(None)})
 
 
 class Captures:
@@ -32,8 +32,9 @@ class Captures:
         self._shares = shares
         self._known: dict[str, _Known] = {}
         self._others: list[object] = []
+        self._all_kinds: object = None
         self.version = 0
-        """Rises when tensors have come, gone or changed their kind: whoever planned has to plan anew."""
+        """Rises when tensors have come, gone or changed their kind or owner: whoever planned has to plan anew."""
         self.later: frozenset[str] = frozenset()
         """Tensors that nobody but a torch optimizer's step writes, as far as that can be told."""
         self.owners = Owners()
@@ -60,8 +61,8 @@ class Captures:
                 others.append(_kinds(captured, before))
                 expected += len(captured.tensors) - before
             else:
-                for taken in (captured.tensors, captured.sources):
-                    taken.update(zip(known.names, walk.tensors, strict=True))
+                captured.sources.update(zip(known.names, walk.tensors, strict=True))
+                captured.tensors.update(zip(known.names, walk.locals, strict=True))
                 captured.scopes.update(known.scopes)
                 expected += len(known.scopes)
                 within = len(captured.tensors)
@@ -84,8 +85,11 @@ class Captures:
             else:
                 known[part.name] = learnt
         self._known, self._others = known, others
-        self.version += 1
         self.later, self.owners = _ownership(self._parts, captured)
+        kinds = (_kinds(captured, 0), self.later, self.owners)
+        if kinds != self._all_kinds:
+            self._all_kinds = kinds
+            self.version += 1
         return captured, trees
 
 
@@ -95,6 +99,8 @@ class _Walk:
 
     structure: list[object]
     tensors: list[torch.Tensor]
+    locals: list[torch.Tensor]
+    """What this rank holds of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,10 @@ class _Known:
         if self.group_names is not None:
             return all([known() is tensor for known, tensor in pairs])
         # One look at each tensor: with thousands of them, fetching them into the cache is what takes the time.
-        found = [(tensor.data_ptr(), tensor.requires_grad) if known() is tensor else None for known, tensor in pairs]
+        found = [
+            (local.data_ptr(), tensor.requires_grad) if known() is tensor else None
+            for (known, tensor), local in zip(pairs, walk.locals, strict=True)
+        ]
         return found == self.memory
 
     def tree(self, part: Part, captured: Captured) -> Any:
@@ -149,7 +158,11 @@ def _walk_module(module: torch.nn.Module) -> _Walk | None:
     while stack:
         here = stack.pop()
         kind: type = type(here)
-        if not _plain_class(kind) or here._state_dict_hooks or here._state_dict_pre_hooks:
+        if (
+            not _plain_class(kind)
+            or here._state_dict_hooks
+            or not all(map(_reshards, here._state_dict_pre_hooks.values()))
+        ):
             return None
         tensors += here._parameters.values()
         buffers, children = here._buffers, here._modules
@@ -162,11 +175,21 @@ def _walk_module(module: torch.nn.Module) -> _Walk | None:
     return _walked(structure, tensors)
 
 
+def _reshards(hook: object) -> bool:
+    """Whether this hook of `state_dict` is that of `fully_shard`, which only puts sharded parameters back in place.
+
+    While they are not in their places, walking finds others than those that are known.
+    """
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.")
+
+
 def _walked(structure: list[object], tensors: list[Any]) -> _Walk:
-    if type(None) in set(map(type, tensors)):
+    kinds = set(map(type, tensors))
+    if type(None) in kinds:
         structure.append([tensor is None for tensor in tensors])
         tensors = [tensor for tensor in tensors if tensor is not None]
-    return _Walk(structure, tensors)
+    sharded = not kinds <= _PLAIN_KINDS
+    return _Walk(structure, tensors, list(map(local_part, tensors)) if sharded else tensors)
 
 
 @lru_cache(maxsize=1024)
@@ -183,14 +206,14 @@ def _walk_optimizer(optimizer: torch.optim.Optimizer) -> _Walk | None:
     for entry in optimizer.state.values():
         structure.append(tuple(entry))
         values += entry.values()
-    if not {type(value) for value in values} <= _STATE_TYPES:
+    if any(kind not in _PLAIN_KINDS and not is_sharded_type(kind) for kind in set(map(type, values))):
         return None
     return _walked(structure, values)
 
 
 def _learn(part: Part, walk: _Walk, captured: Captured, tree: Any) -> _Known | None:
     """What to keep of a full capture, if walking finds the very tensors that it found, in the same order."""
-    if not all(type(tensor) in _PLAIN_TENSORS for tensor in walk.tensors):
+    if not all(type(tensor) in _PLAIN_TENSORS or is_sharded_type(type(tensor)) for tensor in walk.tensors):
         return None
     group_names = None
     if isinstance(part, OptimizerPart):
@@ -202,14 +225,16 @@ def _learn(part: Part, walk: _Walk, captured: Captured, tree: Any) -> _Known | N
         names = [name for value in tree.values() for name in tensor_names(value)]
     if len(names) != len(walk.tensors) or not set(names) <= set(captured.tensors):
         return None
-    for name, tensor in zip(names, walk.tensors, strict=True):
+    for name, tensor, local in zip(names, walk.tensors, walk.locals, strict=True):
         taken = captured.tensors[name]
-        if (taken.data_ptr(), taken.shape, taken.stride()) != (tensor.data_ptr(), tensor.shape, tensor.stride()):
+        if (taken.data_ptr(), taken.shape, taken.stride()) != (local.data_ptr(), local.shape, local.stride()):
+            return None
+        if _placing(captured.sources[name]) != _placing(tensor):
             return None
     return _Known(
         walk.structure,
         [weakref.ref(tensor) for tensor in walk.tensors],
-        [(tensor.data_ptr(), tensor.requires_grad) for tensor in walk.tensors],
+        [(local.data_ptr(), tensor.requires_grad) for tensor, local in zip(walk.tensors, walk.locals, strict=True)],
         names,
         {name: captured.scopes[name] for name in names},
         Fixed(tree),
@@ -256,8 +281,17 @@ def _optimizer_tree(part: OptimizerPart, group_names: Sequence[object], states: 
 
 def _kinds(captured: Captured, first: int) -> object:
     """All but contents of the tensors that were captured from that place on."""
-    found = list(captured.tensors.items())[first:]
-    return [(name, tensor.dtype, tensor.shape, tensor.device, captured.scopes[name]) for name, tensor in found]
+    found = list(captured.sources.items())[first:]
+    return [
+        (name, tensor.dtype, tensor.shape, tensor.device, captured.scopes[name], _placing(tensor))
+        for name, tensor in found
+    ]
+
+
+def _placing(tensor: torch.Tensor) -> object:
+    """How a sharded tensor is sharded."""
+    sharded = as_sharded(tensor)
+    return None if sharded is None else (sharded.device_mesh, sharded.placements, sharded.shape)
 
 
 # ------------------------------------------------------------------------------------------------- who owns what
