@@ -24,10 +24,10 @@ from orchestrator.errors import (
     ConfigError,
     FormatError,
     NotFoundError,
+    PeerError,
     Preempted,
     RefusedError,
     StateError,
-    StoreError,
     SupervisorError,
 )
 from orchestrator.preemption.process import record_signals
@@ -114,6 +114,10 @@ class Run:
         except (FormatError, NotFoundError):
             self._control.set_phase(WorkerPhase.UNREADABLE)
             raise
+        except PeerError:
+            if not launch.attached:
+                time.sleep(REFORM_WAIT_SECONDS)  # how the other rank ends is what counts; it ends this one, too
+            raise
         finally:
             agent.close()
         self._boundary = Boundary(self._control, launch, self._state.stager, self._alone)
@@ -125,10 +129,8 @@ class Run:
         """Load the base from the nearest memory; if anything is wrong with what is there, from the store."""
         launch = self._launch
         store = agent if launch.store_folder is None else FolderStore(launch.store_folder)
-        try:
-            return self._state.restore(NearStore(store, agent, launch.held, held_elsewhere=launch.held_elsewhere))
-        except (FormatError, StoreError):
-            return self._state.restore(store)
+        near = NearStore(store, agent, launch.held, held_elsewhere=launch.held_elsewhere)
+        return self._state.restore(near, store)
 
     def _plan(self) -> None:
         """Reserve the slots, and publish what saving needs."""
