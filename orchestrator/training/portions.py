@@ -10,9 +10,10 @@ Called by `training.sharing`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
-from orchestrator.checkpoint.boxes import Box, boxes_of_range
+from orchestrator.checkpoint.boxes import Box, boxes_of_range, whole
 from orchestrator.core.ownership import Span, equal_windows
 
 
@@ -49,11 +50,14 @@ def buckets_by_rank(needed: Iterable[Needed], *, ranks: int, bytes_max: int) -> 
     and every piece is aligned to its width.
     """
     ordered = sorted(needed, key=lambda one: (-one.width, one.name))
-    sizes = [(Box((), one.shape).elements, one.width) for one in ordered]
-    return [list(_buckets(spans, ordered, bytes_max)) for spans in equal_windows(sizes, ranks)]
+    sizes = [prod(one.shape) for one in ordered]
+    windows = equal_windows([(size, one.width) for size, one in zip(sizes, ordered, strict=True)], ranks)
+    return [list(_buckets(spans, ordered, sizes, bytes_max)) for spans in windows]
 
 
-def _buckets(spans: Iterable[Span], ordered: Sequence[Needed], bytes_max: int) -> Iterator[Bucket]:
+def _buckets(
+    spans: Iterable[Span], ordered: Sequence[Needed], sizes: Sequence[int], bytes_max: int
+) -> Iterator[Bucket]:
     bucket: list[Piece] = []
     filled = 0
     for span in spans:
@@ -65,7 +69,8 @@ def _buckets(spans: Iterable[Span], ordered: Sequence[Needed], bytes_max: int) -
                 bucket, filled = [], 0
                 continue
             stop = min(span.stop, start + room)
-            for box in boxes_of_range(one.shape, start, stop):
+            everything = start == 0 and stop == sizes[span.tensor]
+            for box in [whole(one.shape)] if everything else boxes_of_range(one.shape, start, stop):
                 last = filled + box.elements * one.width
                 bucket.append(Piece(one.name, box, filled, last))
                 filled = last

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -156,14 +157,23 @@ def _parts(bucket: Bucket, whole: dict[str, torch.Tensor]) -> Iterator[Part]:
 @torch.no_grad()
 def _broadcast(gang: Gang, source: int, bucket: Bucket, whole: dict[str, torch.Tensor], memory: torch.Tensor) -> None:
     """Bring a bucket from the rank that has read it into the tensors of all others."""
-    is_mine = source == gang.launch.rank
-    places = []
-    for piece, (_, part, _) in zip(bucket, _parts(bucket, whole), strict=True):
-        place = memory[piece.first_byte : piece.last_byte].view(part.dtype).view(part.shape)
-        if is_mine:
-            place.copy_(part)
-        places.append((place, part))
+    parts = [part for _, part, _ in _parts(bucket, whole)]
+    places = _places(bucket, parts, memory)
+    if source == gang.launch.rank:
+        torch._foreach_copy_(places, parts)
     gang.broadcast(memory, source)
-    if not is_mine:
-        for place, part in places:
+    if source != gang.launch.rank:
+        for place, part in zip(places, parts, strict=True):
             copy_alike(place, part)
+
+
+def _places(bucket: Bucket, parts: list[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
+    """For each piece of a bucket, the memory in it as a tensor like its part. One view of many: they cost more to make
+    than to fill where they are small."""
+    places: list[torch.Tensor] = []
+    for dtype, pairs in groupby(zip(bucket, parts, strict=True), key=lambda pair: pair[1].dtype):
+        run = list(pairs)
+        elements = memory[run[0][0].first_byte : run[-1][0].last_byte].view(dtype)
+        flat = torch.split(elements, [piece.box.elements for piece, _ in run])
+        places += [one.view(part.shape) for one, (_, part) in zip(flat, run, strict=True)]
+    return places
