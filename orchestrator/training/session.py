@@ -60,15 +60,15 @@ def attach(
     """Make this training script survive: restore the newest committed checkpoint, if there is one.
 
     Call it once, when everything is built (the model sharded or in DDP, the process group initialised). `model` may be
-    plain, in DDP, in `fully_shard`, or of DTensors, and need not be what it was when it was saved. All ranks call it at the
-    same place: over their process group they share what all of them need to read. `data` is best an
+    plain, in DDP, in `fully_shard`, or of DTensors, and need not be what it was when it was saved. All ranks call it at
+    the same place: what all of them need is read once, and broadcast over their process group. `data` is best an
     `orchestrator.ResumableSampler`; `others` are further objects with `state_dict` and `load_state_dict`, saved under
     their keyword. `store`, `job` and `save_every` (steps) matter only when nobody has started the script under
     `orchestrator run`: a folder or URL (default ./checkpoints), a name (default: the script's). `accept` names parts of
     the resume gate that may differ from the checkpoint: "lr", "data", "rng".
 
-    Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError; PeerError
-    if it was another rank that could not restore.
+    Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError;
+    PeerError if it was another rank that could not restore.
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, **others}
     _only_once()

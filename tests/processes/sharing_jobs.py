@@ -37,7 +37,7 @@ from tests.checkpoint.stores import CountingStore, CutStore
 from tests.training import states
 
 BASE = shards.checkpoint_id()
-JOB_SECONDS_MAX = 20
+JOB_SECONDS_MAX = 40
 GROUP_SECONDS = 10 * JOB_SECONDS_MAX
 CPU = torch.device("cpu")
 Job = Callable[[int, Path], Any]
@@ -308,6 +308,25 @@ def one_dies(rank: int, folder: Path) -> Any:
     return restored(rank, folder, store, store)
 
 
+def one_dies_while_it_sends(rank: int, folder: Path) -> Any:
+    """Rank 1 goes when all have read: the others have waited for a bucket of its."""
+    sharing.BUCKET_BYTES = 1 << 20
+    broadcast = sharing._broadcast
+    sent = []
+
+    def until_death(gang: Gang, source: int, *others: Any) -> None:
+        if rank == source == 1:
+            sent.append(source)
+        if len(sent) == 3:
+            tell(None)
+            os._exit(0)
+        broadcast(gang, source, *others)
+
+    sharing._broadcast = until_death  # type: ignore[assignment]
+    store = FolderStore(folder / "store")
+    return restored(rank, folder, store, store)
+
+
 JOBS: dict[str, tuple[Callable[[Path], None], Job]] = {
     "exact": (save_kinds, exact),
     "once": (save_state, once),
@@ -322,6 +341,7 @@ JOBS: dict[str, tuple[Callable[[Path], None], Job]] = {
     "one-refuses": (save_model, one_refuses),
     "one-fails-at-length": (save_model, one_fails_at_length),
     "one-dies": (save_model, one_dies),
+    "one-dies-while-it-sends": (save_model, one_dies_while_it_sends),
 }
 """What is saved first, and what each rank then does."""
 

@@ -108,8 +108,9 @@ def test_if_one_rank_cannot_read_the_nearest_all_read_the_store(answers: dict[st
     assert sum(rank["bytes"] for rank in ranks) <= STATE_BYTES + 3 * 2 * MIB
 
 
-def test_a_rank_that_dies_is_no_unreadable_checkpoint(answers: dict[str, Any]) -> None:
+@pytest.mark.parametrize("job", ["one-dies", "one-dies-while-it-sends"])
+def test_a_rank_that_dies_is_no_unreadable_checkpoint(answers: dict[str, Any], job: str) -> None:
     """The others learn it at once, and do not try the next store without it."""
-    first, dead, last = answers["one-dies"]
+    first, dead, last = answers[job]
     assert dead is None
     assert first["error"] == last["error"] == "PeerLostError"
