@@ -61,7 +61,7 @@ def attach(
 
     Call it once, when everything is built (the model sharded or in DDP, the process group initialised). `model` may be
     plain, in DDP, in `fully_shard`, or of DTensors, and need not be what it was when it was saved. All ranks call it at
-    the same place: what all of them need is read once, and broadcast over their process group. `data` is best an
+    the same place: what all of them need may be read once, and broadcast over their process group. `data` is best an
     `orchestrator.ResumableSampler`; `others` are further objects with `state_dict` and `load_state_dict`, saved under
     their keyword. `store`, `job` and `save_every` (steps) matter only when nobody has started the script under
     `orchestrator run`: a folder or URL (default ./checkpoints), a name (default: the script's). `accept` names parts of

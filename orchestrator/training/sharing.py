@@ -1,9 +1,10 @@
 """What all ranks do together at a restore: state that every rank needs is read once for all of them, and broadcast.
 
 Only where the script has made a process group of all ranks before `attach`; otherwise each rank reads everything that
-it needs. Shared always then, also what lies in the memory of this node: a worker reads memory through its agent, one
-process for all ranks of a node, which is no quicker than the group, and each rank's portion is the part that is
-nearest to it (`training.portions`). Sharded tensors are not shared: each rank reads its own part.
+it needs. So it does, too, where all ranks are on one node and the store is a folder: then everything is in files that
+the kernel brings into memory once for all of them, and a copy is quicker than a message. Between nodes it is always
+shared, also what lies in their memories: each rank's portion is the part that is nearest to it (`training.portions`).
+Sharded tensors are not shared: each rank reads its own part.
 
 No rank may go another way than the others, or they wait for each other. So whatever is done by each rank alone is
 followed by all telling each other how it went; where one failed, all fail: that one with its own error, the others with
@@ -49,8 +50,12 @@ class Gang:
 
     @classmethod
     def of(cls, launch: Launch, model_device: torch.device) -> Gang | None:
-        """The gang, or None where there is no group of as many ranks, over gloo or NCCL. All ranks find the same."""
-        if launch.world_size == 1 or not dist.is_available() or not dist.is_initialized():
+        """The gang, or None where each rank is to read for itself: without a group of as many ranks over gloo or NCCL,
+        or where all is in files of one node. All ranks find the same.
+        """
+        if launch.local_world_size == launch.world_size and (launch.world_size == 1 or launch.store_folder is not None):
+            return None
+        if not dist.is_available() or not dist.is_initialized():
             return None
         if dist.get_world_size() != launch.world_size:
             return None

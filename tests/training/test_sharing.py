@@ -1,4 +1,4 @@
-"""Which process groups are used at a restore, and what is done without one. With real ones: `processes/test_sharing`."""
+"""Which process groups are used at a restore, and what is done without one. Real ones: `processes/test_sharing`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ def test_other_backends_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_group_of_other_ranks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "cpu:gloo", world_size=4)
     assert Gang.of(launch(tmp_path, world_size=2), CPU) is None
+
+
+def test_on_one_node_with_a_folder_each_rank_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is quicker than a message; not so from another store, or between nodes."""
+    pretend(monkeypatch, "cpu:gloo")
+    assert Gang.of(launch(tmp_path, world_size=2, local_world_size=2, store_folder=tmp_path), CPU) is None
+    assert Gang.of(launch(tmp_path, world_size=2, local_world_size=2), CPU) is not None
+    assert Gang.of(launch(tmp_path, world_size=2, local_world_size=1, store_folder=tmp_path), CPU) is not None
 
 
 def test_without_a_group_each_rank_is_on_its_own(tmp_path: Path) -> None:
