@@ -15,6 +15,8 @@
     │   ├── VersionError       written by a format version that this release does not know
     │   └── DigestError        size or crc32c differ from what was committed
     ├── ProtocolError          a peer sent what the protocol does not allow
+    ├── PeerError              another rank failed in what all ranks do together; names it
+    │   └── PeerLostError      another rank has gone, or does not answer
     └── SupervisorError        the supervisor cannot be reached, or refused the request
 
 Leaving on a notice is no failure: `Preempted` derives from SystemExit (status 75) so that a
@@ -126,6 +128,18 @@ class DigestError(FormatError):
 
 class ProtocolError(OrchestratorError):
     """A peer sent what the protocol does not allow."""
+
+
+class PeerError(OrchestratorError):
+    """Another rank failed in what all ranks do together, so this one cannot go on. `rank` is the first that did."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerLostError(PeerError):
+    """Another rank has gone, or does not answer; which one is not known."""
 
 
 class SupervisorError(OrchestratorError):

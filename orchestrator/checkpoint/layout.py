@@ -184,6 +184,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if sharded is None else sharded._local_tensor
 
 
+def is_whole_everywhere(tensor: torch.Tensor) -> bool:
+    """Whether every rank holds all of a tensor: a plain one, or a DTensor that is replicated and nothing else."""
+    sharded = as_sharded(tensor)
+    return sharded is None or all(type(placement).__name__ == "Replicate" for placement in sharded.placements)
+
+
 def local_box(name: str, tensor: torch.Tensor) -> Box:
     """Where what this rank holds lies in the tensor. Raises StateError naming placements that have no such place."""
     sharded = as_sharded(tensor)

@@ -103,7 +103,7 @@ class OpenedCheckpoint:
     def _read_rows(self, name: str, record: fmt.TensorRecord, rows: range) -> torch.Tensor:
         box = Box((rows.start, *(0 for _ in record.shape[1:])), (len(rows), *record.shape[1:]))
         part = torch.empty(box.lengths, dtype=TORCH_DTYPES[record.dtype])
-        read_parts(self._store, self._index, {name: (part, box)})
+        read_parts(self._store, self._index, [(name, part, box)])
         return part
 
     def _similar(self, name: str) -> str:

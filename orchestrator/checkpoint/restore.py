@@ -1,13 +1,13 @@
 """From a committed checkpoint into existing tensors, every byte verified.
 
-Called by `training.saved_state` and `checkpoint.opened`.
+Called by `training.saved_state`, `training.sharing` and `checkpoint.opened`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from operator import itemgetter
 
@@ -37,6 +37,31 @@ def empty_like(record: fmt.TensorRecord) -> torch.Tensor:
     return torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
 
 
+Part = tuple[str, torch.Tensor, Box | None]
+"""The name of a saved tensor, and a plain tensor of its dtype that is to be this box of it; None: all of it."""
+
+
+def parts_of(index: fmt.Index, targets: Mapping[str, torch.Tensor]) -> list[Part]:
+    """What this rank holds of each target (name → tensor of the saved dtype and shape, or a DTensor on any mesh).
+
+    Raises FormatError for a name that was not saved, StateError for a target that is not like the saved tensor.
+    """
+    parts: list[Part] = []
+    for name, tensor in targets.items():
+        record = index.tensors.get(name)
+        if record is None:
+            raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
+        check_target(name, record, tensor)
+        if as_sharded(tensor) is None:
+            parts.append((name, tensor, None))
+            continue
+        local, box = local_part(tensor), local_box(name, tensor)
+        if tuple(local.shape) != box.lengths:
+            raise StateError(name, f"this rank holds {list(local.shape)} where its placements say {list(box.lengths)}")
+        parts.append((name, local, box))
+    return parts
+
+
 @collector_resting()
 def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, torch.Tensor]) -> None:
     """Fill each target (name → tensor of the saved dtype and shape), reading each needed block once.
@@ -44,45 +69,28 @@ def read_tensors(store: ObjectStore, index: fmt.Index, targets: Mapping[str, tor
     A target may be a DTensor on any mesh, however the saved one was sharded: only what this rank holds is read.
     Raises DigestError, FormatError, StateError, StoreError. Targets are half filled if it fails: do not train on.
     """
-    parts: dict[str, tuple[torch.Tensor, Box | None]] = {}
-    for name, tensor in targets.items():
-        record = index.tensors.get(name)
-        if record is None:
-            raise FormatError(fmt.index_key(index.id), f"has no tensor {name}")
-        check_target(name, record, tensor)
-        if as_sharded(tensor) is None:
-            parts[name] = (tensor, None)
-            continue
-        local, box = local_part(tensor), local_box(name, tensor)
-        if tuple(local.shape) != box.lengths:
-            raise StateError(name, f"this rank holds {list(local.shape)} where its placements say {list(box.lengths)}")
-        parts[name] = (local, box)
-    read_parts(store, index, parts)
+    read_parts(store, index, parts_of(index, targets))
 
 
-def read_parts(store: ObjectStore, index: fmt.Index, parts: Mapping[str, tuple[torch.Tensor, Box | None]]) -> None:
-    """Fill plain tensors, each of which is the given box (None: all) of a saved tensor of its dtype.
-
-    Raises as `read_tensors`.
-    """
-    buffers = {
-        name: tensor if _is_plain_memory(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for name, (tensor, _) in parts.items()
-    }
-    wanted = {name: (_byte_view(buffer), parts[name][1]) for name, buffer in buffers.items()}
+def read_parts(store: ObjectStore, index: fmt.Index, parts: Sequence[Part]) -> None:
+    """Fill plain tensors. Several may be parts of one saved tensor. Raises as `read_tensors`."""
+    buffers = [
+        tensor if _is_plain_memory(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor, _ in parts
+    ]
+    wanted = [(name, _byte_view(buffer), box) for buffer, (name, _, box) in zip(buffers, parts, strict=True)]
     for shard, pieces in _pieces_by_shard(index, wanted):
         read_pieces(store, index, shard, pieces)
     with torch.no_grad():
-        for name, (tensor, _) in parts.items():
-            if buffers[name] is not tensor:
-                _copy(buffers[name], tensor)
+        for buffer, (_, tensor, _) in zip(buffers, parts, strict=True):
+            if buffer is not tensor:
+                copy_alike(buffer, tensor)
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_alike(source: torch.Tensor, target: torch.Tensor) -> None:
     """`target.copy_(source)`, also where `target` was expanded: its repeated elements are one, and so saved alike."""
     for dimension, (stride, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if stride == 0 and length > 1:
@@ -123,14 +131,14 @@ _MEMORY_VIEW = ctypes.pythonapi.PyMemoryView_FromMemory  # by way of numpy or a 
 _MEMORY_VIEW.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _MEMORY_VIEW.restype = ctypes.py_object
 
-Wanted = Mapping[str, tuple[memoryview, Box | None]]
-"""The memory of what is to be filled, and the box of the saved tensor that it is; None: all of it."""
+Wanted = Iterable[tuple[str, memoryview, Box | None]]
+"""Tensors' names, the memory of what is to be filled, and the box of the saved tensor that it is; None: all of it."""
 
 
 def _pieces_by_shard(index: fmt.Index, wanted: Wanted) -> Iterator[tuple[fmt.ShardRecord, list[Piece]]]:
     """What is needed of each shard that anything is needed of, by rank. Raises FormatError."""
     pieces: dict[int, list[Piece]] = {rank: [] for rank in index.by_rank}
-    for name, (view, box) in wanted.items():
+    for name, view, box in wanted:
         record = index.tensors[name]
         width, chunks = fmt.DTYPE_BYTES[record.dtype], index.chunks(name)
         if box is None and chunks[0].box is None:  # most tensors

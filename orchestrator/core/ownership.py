@@ -1,4 +1,4 @@
-"""Who writes what of the state that several ranks hold alike. Pure; called by `checkpoint.layout`.
+"""Who writes what of the state that several ranks hold alike. Pure; called by `checkpoint.layout`, `training.portions`.
 
 The ranks that hold the same part of a tensor are its holders: all ranks (DDP), those of one place in a shard group
 (HSDP), or one rank alone. Tensors of the same holders are laid end to end in a fixed order and cut into equal byte
@@ -60,6 +60,24 @@ def owned_spans(
             spans.append(Span(tensor=index, start=start, stop=stop))
         offset += size_bytes
     return spans
+
+
+def equal_windows(sizes: Sequence[tuple[int, int]], count: int) -> list[list[Span]]:
+    """What each of `count` ranks would own if all were present, in one walk; tensors without elements are left out."""
+    total_bytes = sum(elements * width for elements, width in sizes)
+    windows: list[list[Span]] = [[] for _ in range(count)]
+    place = offset = 0
+    for index, (elements, width) in enumerate(sizes):
+        start = 0
+        while start < elements:
+            stop = _first_element_at(total_bytes * (place + 1) // count - offset, width, elements)
+            if start < stop:
+                windows[place].append(Span(tensor=index, start=start, stop=stop))
+                start = stop
+            if start < elements:
+                place += 1
+        offset += elements * width
+    return windows
 
 
 def _first_element_at(byte: int, width: int, elements: int) -> int:

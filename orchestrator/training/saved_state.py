@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import crc32c
@@ -11,16 +12,35 @@ import torch
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
+from orchestrator.checkpoint.layout import is_whole_everywhere
 from orchestrator.checkpoint.reader import RankState, collector_resting, read_committed, read_rank_state, read_receipt
-from orchestrator.checkpoint.restore import read_tensors
-from orchestrator.errors import GateError, StateError
+from orchestrator.checkpoint.restore import Part as TensorPart
+from orchestrator.checkpoint.restore import parts_of
+from orchestrator.errors import GateError, PeerLostError, StateError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.training import rng
-from orchestrator.training.parts import Part
+from orchestrator.training.parts import ModelPart, Part
 from orchestrator.training.sampler import ResumableSampler
+from orchestrator.training.sharing import Gang, read_together, together
 from orchestrator.training.stager import StateStager
 
 GATE_PARTS = ("lr", "data", "rng")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What this rank needs of the checkpoint that it restores."""
+
+    index: fmt.Index
+    own: RankState | None
+    """This rank's own, if as many ranks saved it."""
+    gate: fmt.Gate
+    trees: Mapping[str, Any]
+    """The state of each part of attach's, with names in place of tensors."""
+    targets: dict[str, torch.Tensor]
+    rng_targets: dict[str, torch.Tensor]
+    parts: Sequence[TensorPart]
+    """What is to be read into the targets."""
 
 
 class SavedState:
@@ -42,6 +62,7 @@ class SavedState:
         self._sampler = sampler
         self._optimizers = optimizers
         self._accept = accept
+        self._own_prefix = f"rank.{launch.rank:05d}."
         self._rng: rng.RngState | None = None
         self.restored = False
         self.stager = StateStager(launch, parts, self._gate)
@@ -58,33 +79,74 @@ class SavedState:
     # -- restoring ---------------------------------------------------------------------------------------
 
     @collector_resting()
-    def restore(self, store: ObjectStore) -> int:
-        """Load the generation's base; the step to go on from (0: a fresh start).
+    def restore(self, *stores: ObjectStore) -> int:
+        """Load the generation's base from the first store that has it right; the step to go on from (0: a fresh start).
 
-        Raises FormatError, DigestError, StateError, GateError, StoreError.
+        Where there is a process group of all ranks, all of them call this, and take the same store.
+        Raises FormatError, DigestError, StateError, GateError, StoreError; PeerError where another rank failed.
         """
-        base = self._launch.base
-        if base is None:
+        if self._launch.base is None:
             return 0
-        index = read_committed(store, base)
+        base = self._read_from_first(stores)
+        for part in self._parts:
+            part.finish(base.trees[part.name], base.targets)
+        self._rng = None if base.own is None else self._saved_rng(base.own, base.rng_targets)
+        self.restore_rng()
+        self.restored = True
+        self._check_gate(base.index, base.gate, same=base.own is not None)
+        return base.index.step
+
+    def _read_from_first(self, stores: Sequence[ObjectStore]) -> _Base:
+        """Whatever goes wrong with one store on any rank, all ranks go on to the next one; the last one's error counts.
+
+        Not when a rank is lost: the others cannot agree without it.
+        """
+        devices = (
+            one.device for part in self._parts if isinstance(part, ModelPart) for one in part.module.parameters()
+        )
+        gang = Gang.of(self._launch, next(devices, torch.device("cpu")))
+        for store in stores[:-1]:
+            try:
+                return self._read(store, gang)
+            except PeerLostError:
+                raise
+            except Exception:
+                continue
+        return self._read(stores[-1], gang)
+
+    def _read(self, store: ObjectStore, gang: Gang | None) -> _Base:
+        base = together(gang, lambda: self._open(store))
+        targets = base.targets | base.rng_targets
+        everyones = {
+            name
+            for name, tensor in targets.items()
+            if is_whole_everywhere(tensor) and not name.startswith(self._own_prefix)
+        }
+        read_together(gang, store, base.index, base.parts, everyones)
+        return base
+
+    def _open(self, store: ObjectStore) -> _Base:
+        """Everything but the tensors' contents; all that can be refused is."""
+        assert self._launch.base is not None
+        index = read_committed(store, self._launch.base)
         own = read_rank_state(store, index, index.by_rank[self._launch.rank]) if self._same_ranks(index) else None
         trees = {part.name: self._tree(index, own, part.name) for part in self._parts}
         extra = sorted(set(index.values.get("objects", {})) - set(trees))
         if extra:
-            raise StateError(extra[0], f"the checkpoint {base} has it, but attach was not given it")
+            raise StateError(extra[0], f"the checkpoint {index.id} has it, but attach was not given it")
         targets: dict[str, torch.Tensor] = {}
         for part in self._parts:
             targets |= part.targets(trees[part.name], index)
         rng_targets = self._rng_targets(index)
-        read_tensors(store, index, targets | rng_targets)
-        for part in self._parts:
-            part.finish(trees[part.name], targets)
-        self._rng = None if own is None else self._saved_rng(own, rng_targets)
-        self.restore_rng()
-        self.restored = True
-        saved = own or read_receipt(store, index, index.shards[0])
-        self._check_gate(index, saved.gate, same=own is not None)
-        return index.step
+        return _Base(
+            index=index,
+            own=own,
+            gate=(own or read_receipt(store, index, index.shards[0])).gate,
+            trees=trees,
+            targets=targets,
+            rng_targets=rng_targets,
+            parts=parts_of(index, targets | rng_targets),
+        )
 
     def _tree(self, index: fmt.Index, own: RankState | None, name: str) -> Any:
         remapped = index.world_size != self._launch.world_size
@@ -110,14 +172,14 @@ class SavedState:
     def _rng_targets(self, index: fmt.Index) -> dict[str, torch.Tensor]:
         if not self._same_ranks(index):
             return {}
-        prefix = f"rank.{self._launch.rank:05d}.rng."
+        prefix = f"{self._own_prefix}rng."
         names = [name for name in index.tensors if name.startswith(prefix)]
         return {name: torch.empty(index.tensors[name].shape, dtype=torch.uint8) for name in names}
 
     def _saved_rng(self, own: RankState, targets: Mapping[str, torch.Tensor]) -> rng.RngState | None:
         if not targets:
             return None
-        prefix = f"rank.{self._launch.rank:05d}.rng."
+        prefix = f"{self._own_prefix}rng."
         tensors = {name.removeprefix(prefix): tensor for name, tensor in targets.items()}
         return rng.RngState.from_parts(own.rank_values["rng"], tensors)
 

@@ -24,10 +24,10 @@ from orchestrator.errors import (
     ConfigError,
     FormatError,
     NotFoundError,
+    PeerError,
     Preempted,
     RefusedError,
     StateError,
-    StoreError,
     SupervisorError,
 )
 from orchestrator.preemption.process import record_signals
@@ -60,13 +60,15 @@ def attach(
     """Make this training script survive: restore the newest committed checkpoint, if there is one.
 
     Call it once, when everything is built (the model sharded or in DDP, the process group initialised). `model` may be
-    plain, in DDP, in `fully_shard`, or of DTensors, and need not be what it was when it was saved. `data` is best an
+    plain, in DDP, in `fully_shard`, or of DTensors, and need not be what it was when it was saved. All ranks call it at
+    the same place: what all of them need may be read once, and broadcast over their process group. `data` is best an
     `orchestrator.ResumableSampler`; `others` are further objects with `state_dict` and `load_state_dict`, saved under
     their keyword. `store`, `job` and `save_every` (steps) matter only when nobody has started the script under
     `orchestrator run`: a folder or URL (default ./checkpoints), a name (default: the script's). `accept` names parts of
     the resume gate that may differ from the checkpoint: "lr", "data", "rng".
 
-    Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError.
+    Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError;
+    PeerError if it was another rank that could not restore.
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, **others}
     _only_once()
@@ -114,6 +116,10 @@ class Run:
         except (FormatError, NotFoundError):
             self._control.set_phase(WorkerPhase.UNREADABLE)
             raise
+        except PeerError:
+            if not launch.attached:
+                time.sleep(REFORM_WAIT_SECONDS)  # how the other rank ends is what counts; it ends this one, too
+            raise
         finally:
             agent.close()
         self._boundary = Boundary(self._control, launch, self._state.stager, self._alone)
@@ -125,10 +131,8 @@ class Run:
         """Load the base from the nearest memory; if anything is wrong with what is there, from the store."""
         launch = self._launch
         store = agent if launch.store_folder is None else FolderStore(launch.store_folder)
-        try:
-            return self._state.restore(NearStore(store, agent, launch.held, held_elsewhere=launch.held_elsewhere))
-        except (FormatError, StoreError):
-            return self._state.restore(store)
+        near = NearStore(store, agent, launch.held, held_elsewhere=launch.held_elsewhere)
+        return self._state.restore(near, store)
 
     def _plan(self) -> None:
         """Reserve the slots, and publish what saving needs."""

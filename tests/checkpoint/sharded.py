@@ -155,5 +155,5 @@ def read_sharded(
         box = shardings[name].share(shape, rank).box if name in shardings else whole(shape)
         dtype = TORCH_DTYPES[index.tensors[name].dtype]
         parts[name] = (torch.empty(box.lengths, dtype=dtype), box)
-    read_parts(store, index, parts)
+    read_parts(store, index, [(name, tensor, box) for name, (tensor, box) in parts.items()])
     return parts

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestrator.core.ownership import Span, owned_spans, present_ranks
+from orchestrator.core.ownership import Span, equal_windows, owned_spans, present_ranks
 
 WIDTHS = (1, 2, 4, 8, 16)
 
@@ -94,3 +94,11 @@ def test_fewer_elements_than_ranks() -> None:
     assert [len(mine) for mine in spans_of_all([(1, 8)], 4, frozenset())] == [1, 0, 0, 0]
     six = spans_of_all([(6, 4)], 4, frozenset())
     assert [sum(span.stop - span.start for span in mine) for mine in six] == [2, 1, 2, 1]
+
+
+def test_the_windows_of_all_ranks_at_once_are_those_of_each(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(60):
+        sizes, count = random_sizes(draw), draw.randint(1, 9)
+        each = spans_of_all(sizes, count, frozenset())
+        assert equal_windows(sizes, count) == [[span for span in mine if span.start < span.stop] for mine in each]

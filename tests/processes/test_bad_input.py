@@ -18,14 +18,14 @@ from orchestrator.supervisor.loop import Supervisor
 from tests.processes.harness import JobResult, check_store, final_digests, run_job, until
 
 
-async def drained_at(tmp_path: Path, staging: str, step: int) -> JobResult:
+async def drained_at(tmp_path: Path, staging: str, step: int, nodes: str = "1") -> JobResult:
     """A job that was drained after some step, to damage its store."""
 
     async def scenario(supervisor: Supervisor) -> None:
         await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= step)
         supervisor.drain("a test")
 
-    result = await run_job(tmp_path, nodes="1", staging=staging, scenario=scenario)
+    result = await run_job(tmp_path, nodes=nodes, staging=staging, scenario=scenario)
     assert result.finish.exit_code == 75
     return result
 
@@ -70,6 +70,24 @@ async def test_edited_shard_falls_back(tmp_path: Path, staging: str) -> None:
     assert result.finish.exit_code == 0, result.output()
     assert "does not match its digest" in result.output()
     assert [record.step for record in result.kinds("generation opened")][-1] == older
+
+
+async def test_a_shard_that_one_rank_cannot_read_falls_back(tmp_path: Path, staging: str) -> None:
+    """Ranks restore together: only the one that could not read says so, and the others wait for its end, not longer."""
+    await drained_at(tmp_path, staging, 23, nodes="2")
+    older = older_step(tmp_path)
+    shard = sorted(newest_folder(tmp_path).glob("*.safetensors"))[1]
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    result = await run_job(tmp_path, nodes="2", staging=staging)
+    assert result.finish.exit_code == 0, result.output()
+    steps = [record.step for record in result.kinds("generation opened")]
+    assert len(steps) == 2, "avoided at once, though one of two ranks could not read it"
+    assert steps[-1] == older
+    failed = result.kinds("worker exited")[0]
+    assert failed.rank == 1
+    assert "does not match its digest" in result.kinds("failure judged")[0].reason
 
 
 async def test_edited_index_falls_back(tmp_path: Path, staging: str) -> None:

@@ -29,13 +29,15 @@ from orchestrator.errors import (
     ConfigError,
     FormatError,
     GateError,
+    PeerError,
+    PeerLostError,
     Preempted,
     RefusedError,
     StateError,
     SupervisorError,
 )
 from orchestrator.storage.memory import MemoryStore
-from orchestrator.training import boundary, rng, session
+from orchestrator.training import boundary, rng, saved_state, session
 from orchestrator.training.boundary import Boundary
 from orchestrator.training.sampler import ResumableSampler
 from orchestrator.training.session import Run, attach
@@ -447,6 +449,23 @@ def test_a_missing_shard_is_unreadable_too(stage: Stage) -> None:
     base = committed_at(stage, 5)
     stage.store.delete(fmt.shard_key(base, 0, 1))
     refused(stage.agent(base=base), Exception, WorkerPhase.UNREADABLE)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("error", [PeerError("rank 1 could not restore: DigestError: x", 1), PeerLostError("gone")])
+def test_a_rank_whose_peer_failed_leaves_the_verdict_to_that_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: PeerError, *, attached: bool
+) -> None:
+    """It ends after the other one, so that a checkpoint counts as unreadable if a rank could not read it, only then."""
+    agent = stage.agent(base=committed_at(stage, 5), attached=attached)
+    began = stage.time.now
+
+    def restore(state: saved_state.SavedState, *stores: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(saved_state.SavedState, "restore", restore)
+    assert refused(agent, PeerError, WorkerPhase.RESTORING) is error
+    assert stage.time.now - began == (0 if attached else session.REFORM_WAIT_SECONDS)
 
 
 def test_a_world_size_that_does_not_share_the_batch_is_told_and_refused(stage: Stage) -> None:
