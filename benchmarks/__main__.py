@@ -22,7 +22,7 @@ LIMIT_SECONDS = {
     "staging": 20,
     "saving": 50,
     "load": 30,
-    "ranks": 50,
+    "ranks": 70,
     "remap": 35,
     "memory": 20,
     "boundary": 20,

@@ -1,8 +1,9 @@
 """G6: several ranks save many small tensors together: 1024 of 32 KiB for each of two ranks, half as many for four.
 
-All ranks hold the same tensors, as under DDP, and share the writing; so they do with `dcp.save`. Each rank is a
-process that takes part in both; a save begins and ends at a barrier, and counts for as long as its slowest rank takes.
-Ours is staged and uploaded by each rank and committed by one; `raw write` is each rank's share, flushed.
+All ranks hold the same tensors, as under DDP, and share the writing; so they do with `dcp.save`. `sharded`: each rank
+holds its rows of each tensor, as under `fully_shard`. Each rank is a process that takes part in both; a save begins and
+ends at a barrier, and counts for as long as its slowest rank takes. Ours is staged by each rank, uploaded and committed
+by one agent; `raw write` is each rank's share, flushed.
 
     python -m benchmarks.ranks [--pairs 7] [--folder DISK] [--quick] [--json]
 """
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import engine, rivals
 from benchmarks.measuring import (
@@ -36,6 +39,7 @@ from benchmarks.measuring import (
     seconds_of,
     show,
 )
+from orchestrator.checkpoint.layout import local_part
 
 WORLD_SIZES = (2, 4)
 STATE = State(name="2048 × 32 KiB", tensors=2048, tensor_bytes=32 << 10)
@@ -49,15 +53,22 @@ def main() -> None:
     torch.set_num_threads(1)
     found, tensors = {}, (QUICK_STATE if given.quick else STATE).tensors
     for world_size in WORLD_SIZES:
-        samples, bit_equal = found[world_size] = measure(world_size, given)
+        samples, bit_equal = found[world_size] = measure(world_size, given, sharded=False)
         what = f"{world_size} ranks × {tensors // world_size}"
-        must, moonshot = (0.12, 0.08) if world_size == WORLD_SIZES[0] else (None, None)
-        line = samples.line(
-            "G6", what, than="dcp.save", must=must, moonshot=moonshot, floor="raw write", bit_equal=bit_equal
-        )
-        report.add(what, samples, [line])
+        report.add(what, samples, [line_of(what, samples, bit_equal, goal=world_size == WORLD_SIZES[0])])
     report.lines.append(growth(*(found[world_size][0] for world_size in WORLD_SIZES)))
+    samples, bit_equal = measure(WORLD_SIZES[0], given, sharded=True)
+    what = f"{WORLD_SIZES[0]} ranks × {tensors}, sharded"
+    report.add(what, samples, [line_of(what, samples, bit_equal, goal=True)])
     show(report, "Several ranks, many small tensors (G6)", given)
+
+
+def line_of(what: str, samples: Samples, bit_equal: bool, *, goal: bool) -> Line:
+    """What ours takes, of what `dcp.save` takes."""
+    must, moonshot = (0.12, 0.08) if goal else (None, None)
+    return samples.line(
+        "G6", what, than="dcp.save", must=must, moonshot=moonshot, floor="raw write", bit_equal=bit_equal
+    )
 
 
 def growth(two: Samples, four: Samples) -> Line:
@@ -70,14 +81,14 @@ def growth(two: Samples, four: Samples) -> Line:
     )
 
 
-def measure(world_size: int, given: Options) -> tuple[Samples, bool]:
+def measure(world_size: int, given: Options, *, sharded: bool) -> tuple[Samples, bool]:
     """All ranks, each in a process of its own; of each save, what the slowest rank took."""
     with scratch(MEMORY) as staging, scratch(given.folder) as folder:
-        limit_seconds = given.limit_seconds / len(WORLD_SIZES)
+        limit_seconds = given.limit_seconds / (len(WORLD_SIZES) + 1)
 
         def act(rank: int) -> dict[str, Any]:
             with rivals.process_group(rank, world_size, folder / "meeting"):
-                return be_rank(given, limit_seconds, staging, folder)
+                return be_rank(given, limit_seconds, staging, folder, sharded=sharded)
 
         with engine.agent_process(folder / "ours", staging / "agent"):
             found = in_processes(world_size, act, RANK_SECONDS_MAX)
@@ -91,14 +102,24 @@ def measure(world_size: int, given: Options) -> tuple[Samples, bool]:
 # -------------------------------------------------------------------------------------------- in each rank
 
 
-def be_rank(given: Options, limit_seconds: float, staging: Path, folder: Path) -> dict[str, Any]:
+def be_rank(given: Options, limit_seconds: float, staging: Path, folder: Path, *, sharded: bool) -> dict[str, Any]:
     """Take part in every save; what each took."""
     state = QUICK_STATE if given.quick else STATE
-    saver = Saver(state.make(), staging, folder)
+    held = sharded_over_all if sharded else dict[str, torch.Tensor]
+    saver = Saver(held(state.make()), staging, folder)
     acts = {OURS: saver.ours, "dcp.save": saver.dcp, "raw write": saver.raw}
     sides = {name: partial(saver.timed, act) for name, act in acts.items()}
     samples = interleave(sides, given.pairs, agreed(after(limit_seconds)))
-    return {"seconds": samples.by_side, "equal": saver.equal(state)}
+    return {"seconds": samples.by_side, "equal": saver.equal(held(state.zeros()), held(state.zeros()))}
+
+
+def sharded_over_all(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's rows of each tensor."""
+    mesh, ranks = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size()
+    return {
+        name: DTensor.from_local(tensor.chunk(ranks)[dist.get_rank()].clone(), mesh, [Shard(0)], run_check=False)
+        for name, tensor in tensors.items()
+    }
 
 
 def agreed(over: Callable[[], bool]) -> Callable[[], bool]:
@@ -124,7 +145,7 @@ class Saver:
         self._saves = engine.Rank(tensors, staging, rank=self._rank, world_size=self._world_size)
         self._agent = engine.Agent(staging / "agent")
         self._store = engine.open_folder(folder / "ours")
-        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._share = memoryview(bytearray(size_bytes // self._world_size))
 
     def ours(self, _: Path) -> None:
@@ -160,15 +181,17 @@ class Saver:
         dist.barrier()
         return took
 
-    def equal(self, state: State) -> bool:
-        """Whether a save of each kind loads with the same bits, here."""
-        loaded, other = state.zeros(), state.zeros()
+    def equal(self, loaded: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        """Whether a save of each kind loads with the same bits, here. Takes tensors to load into."""
         self.ours(self._folder)
         self.dcp(self._folder / "dcp")
         dist.barrier()
         engine.load(self._store, engine.checkpoint_of(self._step), loaded)
         rivals.dcp_load(other, self._folder / "dcp")
-        return equal(self._tensors, loaded) and equal(self._tensors, other)
+        true, mine, theirs = (
+            {name: local_part(tensor) for name, tensor in tensors.items()} for tensors in (self._tensors, loaded, other)
+        )
+        return equal(true, mine) and equal(true, theirs)
 
 
 if __name__ == "__main__":
