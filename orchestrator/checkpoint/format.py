@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, all_chunks
 from orchestrator.core.messages import CheckpointId, Outcome
@@ -376,6 +377,22 @@ def refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
+def parse_header(text: bytes | str) -> Any:
+    """JSON of a shard's header: UTF-8, no key twice, and nothing that records could not hold. Raises ValueError."""
+    from_json(text)  # parses the records, too: so deep and no deeper, and no halves of characters
+    text = text if isinstance(text, str) else text.decode()
+    return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=_each_key_once)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=…)`: of a key that is there twice, readers would take one or the other."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"has the key {max(keys, key=keys.count)!r:.80} twice")
+    return found
+
+
 def load_index(key: str, data: bytes) -> Index | AbandonedIndex:
     """Parse an index, committed or abandoned. A committed one has its own digest, and its sizes fit together.
 
@@ -423,7 +440,7 @@ def _check_sizes(key: str, index: Index) -> None:
     there = sum(shard.size_bytes - shard.header_bytes for shard in index.shards)
     needed = 0
     for name, tensor in index.tensors.items():
-        needed += element_count(tensor.shape) * dtype_width(key, name, tensor.dtype)
+        needed += tensor_elements(key, name, tensor.shape) * dtype_width(key, name, tensor.dtype)
     if needed != there:
         raise FormatError(key, f"its tensors take {needed} bytes, its shards hold {there}")
 
@@ -434,6 +451,17 @@ def dtype_width(key: str, name: str, dtype: str) -> int:
     if width is None:
         raise FormatError(key, f"{name}: its dtype {dtype!r:.80} is unknown to this release")
     return width
+
+
+def tensor_elements(key: str, name: str, shape: Iterable[int]) -> int:
+    """Number of elements of a shape that was read. Raises FormatError for one that no tensor has."""
+    elements = extent = 1
+    for length in shape:
+        elements *= length
+        extent *= length or 1  # torch refuses strides beyond 64 bits even where there are no elements
+        if extent > POSITION_MAX:
+            raise FormatError(key, f"{name}: no tensor is so large: its shape is {list(shape)!r:.80}")
+    return elements
 
 
 def pack_blocks(digests: Iterable[int]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import crc32c
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.chunks import POSITION_MAX, Run, TensorChunks
+from orchestrator.checkpoint.chunks import Run, TensorChunks
 from orchestrator.core.messages import CheckpointId
 from orchestrator.core.ownership import present_ranks
 from orchestrator.errors import FormatError
@@ -49,6 +49,7 @@ class IndexBuilder:
             self._first, self._alike = receipt, dict(receipt.objects)
             self._values_rank = present_ranks(receipt.world_size, receipt.absent)[0]
         self._check_belongs(receipt, self._first)
+        fmt.unpack_blocks(key, receipt.blocks, receipt.size_bytes)  # without them nothing of the shard could be read
         self._shards.append(
             {
                 "rank": receipt.rank,
@@ -118,16 +119,11 @@ class IndexBuilder:
     def _tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorChunks:
         tensor = self._tensors.get(name)
         if tensor is None:
-            tensor = self._tensors[name] = self._new_tensor(name, dtype, shape)
+            elements = fmt.tensor_elements(self._key, name, shape)
+            tensor = self._tensors[name] = TensorChunks(dtype, shape, elements)
         elif tensor.dtype != dtype or tensor.shape != shape:
             raise FormatError(self._key, f"{name}: the ranks disagree on its dtype or shape")
         return tensor
-
-    def _new_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorChunks:
-        total = fmt.element_count(shape)
-        if total > POSITION_MAX:
-            raise FormatError(self._key, f"{name}: a shape of {total} elements is none")
-        return TensorChunks(dtype, shape, total)
 
     def finish(self) -> list[bytes]:
         """The pieces of the index file. Raises FormatError if not every element of every tensor is there once."""

@@ -21,7 +21,8 @@ from typing import Any, Protocol, Self
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import crc, crc_of
-from orchestrator.checkpoint.save import load_receipt, read_index, shard_metadata
+from orchestrator.checkpoint.records import LARGE_BYTES_MAX, check_size
+from orchestrator.checkpoint.save import load_receipt, read_index, shard_metadata, shard_table
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import DigestError, FormatError, NotFoundError
 from orchestrator.storage.base import ObjectStore
@@ -75,11 +76,18 @@ def read_committed(store: ObjectStore, checkpoint: CheckpointId) -> fmt.Index:
 
 def read_receipt(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord) -> fmt.ReceiptHead:
     """The receipt that the checkpoint was committed with. Raises DigestError if it is another one, StoreError."""
+    return _read_receipt(store, index, shard, fmt.ReceiptHead)
+
+
+def _read_receipt(
+    store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord, kind: type[fmt.ReceiptT]
+) -> fmt.ReceiptT:
     key = fmt.receipt_key(index.id, shard.rank, index.world_size)
+    check_size(key, shard.receipt_bytes, LARGE_BYTES_MAX)
     data = store.read(key, 0, shard.receipt_bytes)
     if len(data) != shard.receipt_bytes or crc(data) != shard.receipt_crc32c:
         raise DigestError(key, "is not the receipt that was committed: truncated, edited or replaced")
-    receipt = load_receipt(index.id, key, data, fmt.ReceiptHead)
+    receipt = load_receipt(index.id, key, data, kind)
     if (receipt.size_bytes, receipt.header_bytes) != (shard.size_bytes, shard.header_bytes):
         raise FormatError(key, f"has other sizes than {fmt.index_key(index.id)}")
     return receipt
@@ -97,11 +105,12 @@ class RankState:
 
 def read_rank_state(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord) -> RankState:
     """From a shard's header, its blocks verified, and its receipt. Raises DigestError, FormatError, StoreError."""
-    receipt = read_receipt(store, index, shard)
+    receipt, key = read_receipt(store, index, shard), fmt.shard_key(index.id, shard.rank, index.world_size)
+    check_size(key, shard.header_bytes, LARGE_BYTES_MAX)
     header = bytearray()
     for window in _verified(store, index, receipt, [(0, shard.header_bytes)]):
         header += window.data[: shard.header_bytes - len(header)]
-    metadata, _, _ = shard_metadata(fmt.shard_key(index.id, shard.rank, index.world_size), memoryview(header))
+    metadata, _, _ = shard_metadata(key, memoryview(header))
     return RankState(
         objects=metadata["values"].get("objects", {}), rank_values=metadata["rank_values"], gate=receipt.gate
     )
@@ -335,10 +344,25 @@ def verify_shard(
         size_bytes = store.size(key)
         if size_bytes != shard.size_bytes:
             return f"has {size_bytes} bytes, the index says {shard.size_bytes}"
-        for window in verified_windows(store, index, shard, [(0, shard.size_bytes)]):
+        receipt, header = _read_receipt(store, index, shard, fmt.Receipt), bytearray()
+        check_size(key, shard.header_bytes, LARGE_BYTES_MAX)
+        for window in _verified(store, index, receipt, [(0, shard.size_bytes)]):
+            header += window.data[: shard.header_bytes - len(header)]
             advance(len(window.data))
+        _check_header(key, memoryview(header), receipt)
     except NotFoundError as error:
         return "is missing" if error.key == key else f"its receipt {error.key} is missing"
     except FormatError as error:
         return error.problem if error.key == key else str(error)
     return None
+
+
+def _check_header(key: str, header: memoryview, receipt: fmt.Receipt) -> None:
+    """Raises FormatError unless the header has the table of the receipt.
+
+    Other readers of safetensors go by the header, ours by index and receipt: they must say the same.
+    """
+    metadata, header_bytes, entries = shard_metadata(key, header)
+    table = shard_table(key, entries, metadata["parts"], receipt.size_bytes - receipt.header_bytes)
+    if header_bytes != receipt.header_bytes or table != receipt.tensors:
+        raise FormatError(key, "its header and its receipt say different things of its tensors")

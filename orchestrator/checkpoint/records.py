@@ -22,7 +22,7 @@ READ_AHEAD_BYTES_MAX = 64 << 20
 def read_record(store: ObjectStore, key: str, bytes_max: int) -> bytes:
     """The object's bytes. Raises FormatError if it is larger than any record of its kind, NotFoundError, StoreError."""
     size_bytes = store.size(key)
-    _check_size(key, size_bytes, bytes_max)
+    check_size(key, size_bytes, bytes_max)
     return store.read(key)
 
 
@@ -41,7 +41,7 @@ def read_in_order(store: ObjectStore, entries: Sequence[Entry], bytes_max: int) 
                     entry = waiting[0]
                     if asked and asked_bytes + entry.size_bytes > READ_AHEAD_BYTES_MAX:
                         break
-                    _check_size(entry.key, entry.size_bytes, bytes_max)
+                    check_size(entry.key, entry.size_bytes, bytes_max)
                     asked.append((entry, pool.submit(store.read, entry.key, 0, entry.size_bytes)))
                     asked_bytes += entry.size_bytes
                     waiting.popleft()
@@ -55,6 +55,7 @@ def read_in_order(store: ObjectStore, entries: Sequence[Entry], bytes_max: int) 
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _check_size(key: str, size_bytes: int, bytes_max: int) -> None:
+def check_size(key: str, size_bytes: int, bytes_max: int) -> None:
+    """Nothing is read that is larger than any of its kind. Raises FormatError."""
     if size_bytes > bytes_max:
         raise FormatError(key, f"has {size_bytes} bytes; no record of its kind is larger than {bytes_max}")

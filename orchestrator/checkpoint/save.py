@@ -6,7 +6,6 @@ Every function blocks; the agent calls them in threads.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.chunks import POSITION_MAX
 from orchestrator.checkpoint.digest import block_digests, combine, crc
 from orchestrator.checkpoint.indexing import IndexBuilder, object_digests
 from orchestrator.checkpoint.records import LARGE_BYTES_MAX, read_in_order, read_record
@@ -165,7 +165,7 @@ def _receipt(place: ShardPlace, data: memoryview, digests: list[int]) -> fmt.Rec
             header_bytes=header_bytes,
             crc32c=combine(digests, size_bytes),
             blocks=fmt.pack_blocks(digests),
-            tensors=_table(key, header, metadata["parts"], size_bytes - header_bytes),
+            tensors=shard_table(key, header, metadata["parts"], size_bytes - header_bytes),
             objects=object_digests(key, metadata["values"].get("objects", {})),
             values=metadata["values"] if place.rank == due else None,
             gate=fmt.Gate(**metadata["gate"]),
@@ -174,47 +174,58 @@ def _receipt(place: ShardPlace, data: memoryview, digests: list[int]) -> fmt.Rec
         raise FormatError(key, f"is not a shard of this project: {error}") from error
 
 
-def _table(key: str, header: dict[str, Any], parts: dict[str, Any], data_bytes: int) -> fmt.ShardTable:
+def shard_table(key: str, header: dict[str, Any], parts: dict[str, Any], data_bytes: int) -> fmt.ShardTable:
     """The header's entries as columns. Raises FormatError if they do not fill the file in their order."""
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    shapes, starts, lengths, boxes, position = [], [], [], [], 0
+    shapes, starts, lengths, boxes, position = list[tuple[int, ...]](), [], [], [], 0
     try:
         for name, entry in entries:
-            first, last = entry["data_offsets"]
+            first, last = _counts(entry["data_offsets"])
+            shape, part = _counts(entry["shape"]), parts.get(name)
             length, left = divmod(last - first, fmt.DTYPE_BYTES[entry["dtype"]])
-            part = parts.get(name)
-            if first != position or left or length != fmt.element_count(entry["shape"]):
+            if first != position or left or length != fmt.tensor_elements(key, name, shape):
                 raise FormatError(key, f"is not a shard of this project: {name} is not where its shape puts it")
-            shapes.append(tuple(entry["shape"] if part is None else part["shape"]))
+            if part is not None:
+                shape = _counts(part["shape"])
+                fmt.tensor_elements(key, name, shape)
+            shapes.append(shape)
             starts.append(0 if part is None else part["start"])
             lengths.append(length)
             boxes.append(() if part is None or "box" not in part else (*part["box"], part["before"]))
             position = last
-        dtypes = tuple(entry["dtype"] for _, entry in entries)
     except (KeyError, ValueError, TypeError) as error:
         raise FormatError(key, f"is not a shard of this project: {name}: {error}") from error
     if position != data_bytes:
         raise FormatError(key, f"is not a shard of this project: {position} bytes of tensors in {data_bytes}")
-    names = tuple(name for name, _ in entries)
-    return fmt.ShardTable(
-        names=names,
-        dtypes=dtypes,
-        shapes=tuple(shapes),
-        starts=tuple(starts),
-        lengths=tuple(lengths),
-        boxes=tuple(boxes),
-    )
+    try:
+        return fmt.ShardTable(
+            names=tuple(name for name, _ in entries),
+            dtypes=tuple(entry["dtype"] for _, entry in entries),
+            shapes=tuple(shapes),
+            starts=tuple(starts),
+            lengths=tuple(lengths),
+            boxes=tuple(boxes),
+        )
+    except ValidationError as error:
+        raise FormatError(key, f"is not a shard of this project: {error}") from error
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    """A list in a header. Raises TypeError for what cannot be counts: nothing is computed with that."""
+    if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= POSITION_MAX for one in value):
+        raise TypeError(f"{value!r:.80} are no counts")
+    return tuple(value)
 
 
 def shard_metadata(key: str, data: memoryview) -> tuple[dict[str, Any], int, dict[str, Any]]:
     """(our metadata, header bytes, safetensors header) of a shard, or of its beginning. Raises FormatError."""
     try:
         header_bytes, header = read_header(data)
-        metadata = json.loads(header["__metadata__"][METADATA_KEY], parse_constant=fmt.refuse_constant)
-        kinds = [(metadata[name], kind) for name, kind in _METADATA_KINDS.items()]
-    except (ProtocolError, KeyError, ValueError, TypeError, RecursionError) as error:
+        metadata = fmt.parse_header(header["__metadata__"][METADATA_KEY])
+        known = all(isinstance(metadata[name], kind) for name, kind in _METADATA_KINDS.items())
+    except (ProtocolError, KeyError, ValueError, TypeError) as error:
         raise FormatError(key, f"is not a shard of this project: {error}") from error
-    if not all(isinstance(value, kind) for value, kind in kinds):
+    if not known or not isinstance(metadata["values"].get("objects", {}), dict):
         raise FormatError(key, "is not a shard of this project: its metadata is of another form")
     return metadata, header_bytes, header
 

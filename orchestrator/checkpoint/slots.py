@@ -25,6 +25,7 @@ from typing import Any
 
 import crc32c as _crc32c
 
+from orchestrator.checkpoint.format import parse_header
 from orchestrator.core.messages import CheckpointId, Mode
 from orchestrator.errors import ProtocolError
 
@@ -463,9 +464,9 @@ def read_header(data: memoryview | bytes) -> tuple[int, dict[str, Any]]:
     if length > len(data) - 8:
         raise ProtocolError(f"safetensors header of {length} bytes in a file of {len(data)}")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError("the safetensors header is not JSON") from error
+        header = parse_header(bytes(data[8 : 8 + length]))
+    except ValueError as error:
+        raise ProtocolError(f"the safetensors header is not JSON, or not for all readers the same: {error}") from error
     if not isinstance(header, dict):
         raise ProtocolError("the safetensors header is not an object")
     return 8 + length, header

@@ -361,7 +361,10 @@ class Finding:
 
 
 def _verify(store: ObjectStore, entry: CatalogEntry) -> Finding:
-    """Committed checkpoints, and those that are damaged, are read; of any other kind nothing has to be there."""
+    """Committed checkpoints, and those that are damaged, are read; of any other kind nothing has to be there.
+
+    First, that the index has every element of every tensor: if not, no shard can make up for it.
+    """
     from orchestrator.checkpoint.reader import read_committed
 
     name, standing = str(entry.id), str(entry.standing)
@@ -369,6 +372,8 @@ def _verify(store: ObjectStore, entry: CatalogEntry) -> Finding:
         return Finding(id=name, standing=standing, verified=False, problem=entry.problem)
     try:
         index = read_committed(store, entry.id)
+        for tensor in index.tensors:
+            index.chunks(tensor)
     except FormatError as error:
         return Finding(id=name, standing=standing, verified=True, problem=str(error))
     shards = _verify_shards(store, index)

@@ -188,7 +188,8 @@ def shard(place: int, **values: Any) -> Any:
     ("change", "word"),
     [
         (tensor(shape=[1 << 40]), "its tensors take 4398046511104 bytes, its shards hold 32"),
-        (tensor(shape=[1 << 61, 1 << 61, 1 << 61]), "its shards hold 32"),
+        (tensor(shape=[1 << 61, 1 << 61, 1 << 61]), "t: no tensor is so large"),
+        (tensor(shape=[0, 1 << 61, 1 << 61]), "t: no tensor is so large"),
         (tensor(shape=[1 << 62]), "less than or equal to"),
         (tensor(shape=[-8]), "greater than or equal to 0"),
         (tensor(dtype="F64"), "its tensors take 64 bytes"),

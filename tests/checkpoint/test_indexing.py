@@ -96,7 +96,7 @@ ROW: Row = ("t", "F32", (8,), 0, 4)
         ({"tensors": table(("t", "F64", (8,), 0, 4))}, "32 bytes after"),
         ({"tensors": table(("t", "F4", (8,), 0, 4))}, "t: its dtype 'F4' is unknown"),
         ({"tensors": table(("t", "F32", (8,), 0, 1 << 50))}, "4503599627370496 bytes after"),
-        ({"tensors": table(("t", "F32", (1 << 40, 1 << 40), 0, 4))}, "elements is none"),
+        ({"tensors": table(("t", "F32", (1 << 40, 1 << 40), 0, 4))}, "t: no tensor is so large"),
         ({"tensors": table(ROW, ROW), "size_bytes": HEADER_BYTES + 32}, "names a tensor twice"),
         ({"tensors": table(ROW).model_copy(update={"lengths": ()})}, r"columns .* have \[1, 1, 1, 1, 0, 1\]"),
         ({"tensors": table(ROW).model_copy(update={"names": ("t", "u")})}, r"columns .* have \[2, 1, 1, 1, 1, 1\]"),
