@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
+import orchestrator
 from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import CheckpointId, Request, Requested
 from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
+from orchestrator.testing import faults
 from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
 
+PACKAGE = Path(orchestrator.__file__).parent
 AGENT_POINTS = (
     "after-base",
     "before-shard-upload rank=1 step=20",
@@ -30,6 +34,13 @@ AGENT_POINTS = (
     "after-index step=20",
 )
 WORKER_POINTS = ("before-stage rank=1 step=20", "while-staging rank=1 step=20", "after-stage rank=1 step=20")
+
+
+def test_processes_are_killed_at_every_named_point() -> None:
+    """A point that is added to the code is one to be killed at."""
+    sources = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "testing"]
+    in_code = {point for path in sources for point in re.findall(r'reached\("([a-z-]+)"', path.read_text())}
+    assert in_code == set(faults.POINTS) == {point.split()[0] for point in (*WORKER_POINTS, *AGENT_POINTS)}
 
 
 @pytest.mark.parametrize("point", WORKER_POINTS)
