@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from orchestrator.checkpoint.chunks import POSITION_MAX, Chunk, all_chunks
+from orchestrator.checkpoint.values import tensor_places
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
 
@@ -161,6 +162,16 @@ class Index(_Record):
     def by_rank(self) -> Mapping[int, ShardRecord]:
         """The shards; an absent rank may have none."""
         return {shard.rank: shard for shard in self.shards}
+
+    @cached_property
+    def second_names(self) -> Mapping[str, str]:
+        """Other name → the name under which a tensor is stored, for those that stand in several places (tied weights).
+
+        By `values`; objects whose state differs between ranks are not looked into.
+        """
+        found = tensor_places(self.values.get("objects"), "")
+        names = ((path.removeprefix("."), name) for path, name in found)
+        return {path: name for path, name in names if path not in self.tensors and name in self.tensors}
 
     def chunks(self, name: str) -> list[Chunk]:
         """Where the elements of a tensor are, in their order: every element once, all of it within its shard.

@@ -72,18 +72,26 @@ class OpenedCheckpoint:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """All tensors, sorted: `model.…` and `optimizer.…` for instance, after the arguments of `attach`."""
-        return tuple(sorted(self._index.tensors))
+        """All tensors, sorted: `model.…` and `optimizer.…` for instance, after the arguments of `attach`.
+
+        Tied weights have all their names here, as in `state_dict()`, and are stored once: see `second_names`.
+        """
+        return tuple(sorted({*self._index.tensors, *self._index.second_names}))
+
+    @property
+    def second_names(self) -> Mapping[str, str]:
+        """Name → the name under which the same tensor is stored; of tied weights, all but the first one."""
+        return self._index.second_names
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """By name."""
-        return {name: TORCH_DTYPES[self._index.tensors[name].dtype] for name in self.names}
+        return {name: TORCH_DTYPES[self._record(name).dtype] for name in self.names}
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """By name; of the whole tensors, however they were sharded."""
-        return {name: self._index.tensors[name].shape for name in self.names}
+        return {name: self._record(name).shape for name in self.names}
 
     def tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """A whole tensor, or some of its rows (along its first dimension), in new CPU memory of the saved dtype.
@@ -91,14 +99,18 @@ class OpenedCheckpoint:
         `rows` has no step; its bounds may count from the end, as always, but must lie within the tensor. Raises
         NotFoundError for a tensor that is not there, ConfigError for such rows, DigestError, StoreError.
         """
-        record = self._index.tensors.get(name)
-        if record is None:
-            raise NotFoundError(name, f"the checkpoint {self.name} has no tensor of this name{self._similar(name)}")
+        record, stored = self._record(name), self.second_names.get(name, name)
         if rows is None:
             whole = empty_like(record)
-            read_tensors(self._store, self._index, {name: whole})
+            read_tensors(self._store, self._index, {stored: whole})
             return whole
-        return self._read_rows(name, record, _row_range(name, record.shape, rows))
+        return self._read_rows(stored, record, _row_range(name, record.shape, rows))
+
+    def _record(self, name: str) -> fmt.TensorRecord:
+        record = self._index.tensors.get(self.second_names.get(name, name))
+        if record is None:
+            raise NotFoundError(name, f"the checkpoint {self.name} has no tensor of this name{self._similar(name)}")
+        return record
 
     def _read_rows(self, name: str, record: fmt.TensorRecord, rows: range) -> torch.Tensor:
         box = Box((rows.start, *(0 for _ in record.shape[1:])), (len(rows), *record.shape[1:]))

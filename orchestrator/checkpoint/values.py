@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.errors import FormatError, StateError
@@ -134,3 +134,23 @@ def _decode_pair(pair: Any, path: str, tensor: Callable[[str], Any]) -> tuple[An
     if not isinstance(pair, list) or len(pair) != 2 or isinstance(pair[0], list | dict):
         raise FormatError(path, "holds a dict whose items are no pairs")
     return pair[0], decode(pair[1], f"{path}.{pair[0]}", tensor)
+
+
+def tensor_places(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path, name) of each tensor in a JSON tree: they differ where one stands in two places (tied weights).
+
+    What `encode` never writes holds none.
+    """
+    match tree:
+        case list(items) | {"$": "tuple", "items": list(items)}:
+            for index, item in enumerate(items):
+                yield from tensor_places(item, f"{path}.{index}")
+        case {"$": "tensor", "name": str(name)}:
+            yield path, name
+        case {"$": "dict" | "counter", "items": list(items)}:
+            for item in items:
+                if isinstance(item, list) and len(item) == 2:
+                    yield from tensor_places(item[1], f"{path}.{item[0]}")
+        case dict() if TAG not in tree:
+            for key, item in tree.items():
+                yield from tensor_places(item, f"{path}.{key}")

@@ -230,7 +230,8 @@ def _index_as_dict(index: Index, *, tensors: bool) -> dict[str, Any]:
     }
     if tensors:
         found["tensors"] = {
-            name: _tensor_as_dict(index, name) | {"chunks": len(index.chunks(name))} for name in index.tensors
+            name: _tensor_as_dict(index, name) | {"chunks": len(index.chunks(_stored(index, name)))}
+            for name in (*index.tensors, *index.second_names)
         }
     return found
 
@@ -255,21 +256,28 @@ def _element_count(index: Index) -> int:
 
 
 def _tensor_rows(index: Index) -> Iterator[tuple[object, ...]]:
-    for name, tensor in sorted(index.tensors.items()):
-        found = _tensor_as_dict(index, name)
-        yield name, tensor.dtype, _shape_text(tensor.shape), size_text(found["size_bytes"]), len(found["shards"])
+    for name in sorted((*index.tensors, *index.second_names)):
+        tensor, found = index.tensors[_stored(index, name)], _tensor_as_dict(index, name)
+        size = f"as {found['same_as']}" if "same_as" in found else size_text(found["size_bytes"])
+        yield name, tensor.dtype, _shape_text(tensor.shape), size, len(found["shards"])
+
+
+def _stored(index: Index, name: str) -> str:
+    """The name under which a tensor is stored; tied weights have others, too."""
+    return index.second_names.get(name, name)
 
 
 def _tensor_as_dict(index: Index, name: str) -> dict[str, Any]:
     from orchestrator.checkpoint.format import DTYPE_BYTES
 
-    tensor = index.tensors[name]
+    stored = _stored(index, name)
+    tensor = index.tensors[stored]
     return {
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "size_bytes": prod(tensor.shape) * DTYPE_BYTES[tensor.dtype],
-        "shards": sorted({chunk.rank for chunk in index.chunks(name)}),
-    }
+        "shards": sorted({chunk.rank for chunk in index.chunks(stored)}),
+    } | ({} if stored == name else {"same_as": stored})
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:
@@ -282,9 +290,10 @@ def _show_tensor(entry: CatalogEntry, index: Index | None, name: str, *, json_ou
 
     if index is None:
         raise NotFoundError(str(entry.id), f"it is {entry.standing}: there is no index that names tensors")
-    if name not in index.tensors:
+    stored = _stored(index, name)
+    if stored not in index.tensors:
         raise NotFoundError(name, f"{entry.id} has no tensor of this name; --tensors shows all")
-    found, chunks = _tensor_as_dict(index, name), index.chunks(name)
+    found, chunks = _tensor_as_dict(index, name), index.chunks(stored)
     files = [shard_key(index.id, chunk.rank, index.world_size).rpartition("/")[2] for chunk in chunks]
     if json_output:
         places = [
@@ -302,9 +311,10 @@ def _show_tensor(entry: CatalogEntry, index: Index | None, name: str, *, json_ou
         return
     described = (
         ("tensor", name),
+        *([] if stored == name else [("stored as", stored)]),
         ("checkpoint", entry.id),
         ("type", found["dtype"]),
-        ("shape", _shape_text(index.tensors[name].shape)),
+        ("shape", _shape_text(index.tensors[stored].shape)),
         ("elements", f"{prod(found['shape']):,}"),
         ("size", size_text(found["size_bytes"])),
     )

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.values import DEPTH_MAX, INT_BITS_MAX, decode, encode
+from orchestrator.checkpoint.values import DEPTH_MAX, INT_BITS_MAX, decode, encode, tensor_places
 from orchestrator.errors import FormatError, StateError
 from tests.checkpoint.receipts import index_of, read, receipt
 
@@ -185,6 +185,28 @@ def test_tensors_are_taken_out_under_their_path_and_put_back() -> None:
     assert decode(through_the_store(tree), "optimizer", tensors.__getitem__) == value
 
 
+def with_tensors(draw: random.Random, value: Any) -> Any:
+    """The value with tensors in place of its texts."""
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors(draw, item) for item in value)
+    if type(value) is dict:
+        return {key: with_tensors(draw, item) for key, item in value.items()}
+    return Tensor() if type(value) is str else value
+
+
+def test_the_places_of_tensors_are_found(seed: int) -> None:
+    draw, count = random.Random(seed), 0
+    for _ in range(300):
+        tensors: dict[str, Any] = {}
+        try:
+            tree = encode(with_tensors(draw, random_value(draw, 4)), "part", is_tensor, tensors)
+        except StateError:  # keys that are alike as text
+            continue
+        assert sorted(tensor_places(through_the_store(tree), "part")) == sorted((name, name) for name in tensors)
+        count += len(tensors)
+    assert count > 100
+
+
 # --------------------------------------------------------------------------------------------------- refusals
 
 
@@ -302,3 +324,4 @@ def test_a_tree_that_is_never_written_is_a_format_error(tree: Any) -> None:
     tensors: dict[str, Any] = {"there": Tensor()}
     with pytest.raises(FormatError, match="part"):
         decode(tree, "part", tensors.__getitem__)
+    assert list(tensor_places(tree, "part")) in ([], [("part", "missing")])

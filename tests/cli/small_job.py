@@ -29,13 +29,18 @@ def claim(store: ObjectStore, generation: int) -> None:
     store.create(fmt.generation_key(generation), [fmt.dump(record)])
 
 
+OTHER_NAME = "model.tied"
+"""The same tensor's second name."""
+
+
 def shard(rank: int, world_size: int, elements: int, step: int) -> bytes:
     """One rank's even part of a vector of 32-bit floats, as a shard file."""
     start, stop = rank * elements // world_size, (rank + 1) * elements // world_size
+    stored = {"$": "tensor", "name": TENSOR}
     text = json.dumps(
         {
             "parts": {TENSOR: {"shape": [elements], "start": start}},
-            "values": {"step": step},
+            "values": {"step": step, "objects": {"model": {name: stored for name in ("tied", "weight")}}},
             "rank_values": {},
             "gate": {"step": step, "lr": "0.1", "data": None, "rng": f"of rank {rank}"},
         }

@@ -14,7 +14,7 @@ from orchestrator.core.messages import CheckpointId
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from tests.cli.conftest import Command
-from tests.cli.small_job import TENSOR, claim, path_of, save, upload
+from tests.cli.small_job import OTHER_NAME, TENSOR, claim, path_of, save, upload
 
 OLD, NEW = CheckpointId(generation=1, step=20), CheckpointId(generation=2, step=40)
 
@@ -86,12 +86,12 @@ def test_show_the_newest(command: Command, store: ObjectStore) -> None:
 
 def test_show_one_with_its_tensors(command: Command, store: ObjectStore) -> None:
     shown = json.loads(command("checkpoints", "show", store.url, str(OLD), "--tensors", "--json").stdout)
-    assert shown["tensors"] == {
-        TENSOR: {"dtype": "F32", "shape": [100], "size_bytes": 400, "shards": [0, 1], "chunks": 2}
-    }
+    entry = {"dtype": "F32", "shape": [100], "size_bytes": 400, "shards": [0, 1], "chunks": 2}
+    assert shown["tensors"] == {TENSOR: entry, OTHER_NAME: entry | {"same_as": TENSOR}}
+    assert (shown["tensor_count"], shown["element_count"]) == (1, 100)
     table = command("checkpoints", "show", store.url, str(OLD), "--tensors").stdout
-    (row,) = [line.split("│") for line in table.splitlines() if TENSOR in line]
-    assert [cell.strip() for cell in row[1:-1]] == [TENSOR, "F32", "100", "400 B", "2"]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "F32" in line]
+    assert rows == [[OTHER_NAME, "F32", "100", f"as {TENSOR}", "2"], [TENSOR, "F32", "100", "400 B", "2"]]
 
 
 def test_show_where_one_tensor_is(command: Command, store: ObjectStore) -> None:
@@ -115,6 +115,17 @@ def test_show_where_one_tensor_is(command: Command, store: ObjectStore) -> None:
     assert text.startswith(f"tensor      {TENSOR}")
     assert "shard-00002-of-00003.safetensors" in text
     assert "3.8 MiB" in text
+
+
+def test_show_where_a_tied_tensor_is(command: Command, store: ObjectStore) -> None:
+    """Under its second name, too; the bytes are those of the first."""
+    both = [
+        json.loads(command("checkpoints", "show", store.url, "newest", "--tensor", name, "--json").stdout)
+        for name in (TENSOR, OTHER_NAME)
+    ]
+    assert both[1] == both[0] | {"name": OTHER_NAME, "same_as": TENSOR}
+    text = command("checkpoints", "show", store.url, "newest", "--tensor", OTHER_NAME).stdout
+    assert text.splitlines()[:2] == [f"tensor      {OTHER_NAME}", f"stored as   {TENSOR}"]
 
 
 def test_show_a_tensor_that_is_not_there(command: Command, store: ObjectStore) -> None:

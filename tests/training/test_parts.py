@@ -26,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR, AveragedModel
 
+from orchestrator.checkpoint.opened import open_in
 from orchestrator.checkpoint.reader import read_committed
-from orchestrator.errors import FormatError, RefusedError, StateError
+from orchestrator.errors import ConfigError, FormatError, RefusedError, StateError
+from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.training.parts import Captured, ModelPart, OptimizerPart, make_part, name_parameters
 from tests.checkpoint.shards import bits
@@ -534,6 +536,26 @@ def test_f113_tied_weights_stay_tied(store: MemoryStore, tmp_path: Path) -> None
     assert again["model"][0].weight is again["model"][1].weight
     assert torch.equal(again["model"][0].weight, given["model"][0].weight)
     assert len(again["optimizer"].state) == 1
+
+
+def test_tied_weights_can_be_read_under_each_of_their_names(tmp_path: Path) -> None:
+    """`state_dict()` has both names; whoever exports a checkpoint finds both, the bytes are there once."""
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "lm_head": nn.Linear(3, 5, bias=False), "out": nn.Linear(3, 1)})
+    model["lm_head"].weight = model["embed"].weight
+    folder = FolderStore(tmp_path / "job")
+    checkpoint = save_one(folder, tmp_path, 1, model=model, optimizer=optim.SGD(model.parameters()))
+    opened = open_in(folder)
+    stored = [name for name in read_committed(folder, checkpoint).tensors if name.startswith("model.")]
+    assert sorted(stored) == ["model.embed.weight", "model.out.bias", "model.out.weight"]
+    assert opened.second_names == {"model.lm_head.weight": "model.embed.weight"}
+    named = {name.removeprefix("model.") for name in opened.names if name.startswith("model.")}
+    assert named == set(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(opened.tensor(f"model.{name}"), tensor)
+        assert (opened.shapes[f"model.{name}"], opened.dtypes[f"model.{name}"]) == (tensor.shape, tensor.dtype)
+    assert torch.equal(opened.tensor("model.lm_head.weight", slice(1, 3)), model.state_dict()["embed.weight"][1:3])
+    with pytest.raises(ConfigError, match=r"^model\.lm_head\.weight: rows"):
+        opened.tensor("model.lm_head.weight", slice(1, 30))
 
 
 def test_the_buffers_of_a_tied_module_are_all_the_first_ranks() -> None:
