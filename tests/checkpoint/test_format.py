@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ import pytest
 from pydantic import BaseModel
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.chunks import Chunk
+from orchestrator.checkpoint.chunks import Chunk, Series, parse_series
+from orchestrator.checkpoint.indexing import object_digests
+from orchestrator.checkpoint.save import METADATA_KEY, shard_table
 from orchestrator.checkpoint.values import DEPTH_MAX, INT_BITS_MAX
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import DigestError, FormatError, VersionError
 from tests.checkpoint.receipts import index_of, two
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+EXAMPLE = CheckpointId(generation=1, step=20)
+"""Of which the document shows everything."""
 KEY = "checkpoints/g00000001-s0000000002/index.json"
 
 
@@ -335,42 +340,102 @@ def test_every_field_is_written_down(record: type[BaseModel]) -> None:
 def test_what_is_written_down_is_true() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert f"version {fmt.FORMAT_VERSION}" in text.splitlines()[0]
-    checkpoint = CheckpointId(generation=6, step=1200)
-    for key in (fmt.generation_key(6), fmt.base_key(6), fmt.end_key(6), f"checkpoints/{checkpoint}/"):
-        assert key in text
-    for key in (fmt.shard_key(checkpoint, 3, 8), fmt.receipt_key(checkpoint, 3, 8), fmt.index_key(checkpoint)):
-        assert key.rpartition("/")[2] in text
+    for key in (fmt.generation_key(1), fmt.base_key(1), fmt.end_key(1), f"checkpoints/{EXAMPLE}/"):
+        assert f"`{key}`" in text
+    for key in (fmt.shard_key(EXAMPLE, 1, 2), fmt.receipt_key(EXAMPLE, 1, 2), fmt.index_key(EXAMPLE)):
+        assert f"`{key.rpartition('/')[2]}`" in text
     dtypes = text.partition("Dtypes: ")[2].partition(".")[0].replace("\n", " ")
     assert set(dtypes.split(", ")) == set(fmt.DTYPE_BYTES)
     assert f"more than {DEPTH_MAX} deep" in text
     assert f"above {INT_BITS_MAX} bits" in text
 
 
+def test_it_says_what_is_there_then_how_it_is_written_read_and_deleted() -> None:
+    headings = re.findall(r"^## (.+)$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings == [
+        "Words",
+        "Keys",
+        "Shard",
+        "Index",
+        "Receipt",
+        "Claims, bases, ends",
+        "Write order",
+        "Read order",
+        "Delete order",
+        "What is trusted, and what not",
+        "Version log",
+    ]
+
+
+def block(beginning: str) -> str:
+    """The block on the page that begins so."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (found,) = [one for one in text.split("```") if one.startswith(f"\n{beginning}")]
+    return found
+
+
 def example(beginning: str) -> bytes:
     """The example on the page that begins so; its line breaks are the page's."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    (block,) = [one for one in text.split("```") if one.startswith(f"\n{beginning}")]
-    return "".join(block.split("\n")).encode()
+    return "".join(block(beginning).split("\n")).encode()
+
+
+def example_index() -> fmt.Index:
+    """The index on the page."""
+    index = fmt.load_index(fmt.index_key(EXAMPLE), example('{"digest"'))
+    assert isinstance(index, fmt.Index)
+    return index
 
 
 def test_the_example_of_an_index_is_one() -> None:
-    index = fmt.load_index("checkpoints/g00000006-s0000001200/index.json", example('{"digest"'))
-    assert isinstance(index, fmt.Index)
+    index = example_index()
+    assert index.id == EXAMPLE
     found = index.chunks("model.embed.weight")
-    assert [(chunk.rank, chunk.start, chunk.stop) for chunk in found] == [
-        (0, 0, 16250),
-        (1, 16250, 32500),
-        (2, 32500, 48750),
-        (3, 48750, 64000),
-    ]
+    assert [(chunk.rank, chunk.start, chunk.stop) for chunk in found] == [(0, 0, 32000), (1, 32000, 64000)]
     assert {name for name in index.tensors if index.chunks(name)} == set(index.tensors)
+    assert index.second_names == {"model.head.weight": "model.embed.weight"}
 
 
 def test_the_example_of_a_receipt_is_the_one_that_the_index_names() -> None:
     data = example('{"absent"')
-    receipt = fmt.load_receipt("receipt", data, fmt.Receipt)
-    index = fmt.load_index("index", example('{"digest"'))
-    assert isinstance(index, fmt.Index)
-    shard = index.by_rank[receipt.rank]
+    receipt = fmt.load_receipt(fmt.receipt_key(EXAMPLE, 1, 2), data, fmt.Receipt)
+    shard = example_index().by_rank[receipt.rank]
     assert (shard.receipt_bytes, shard.receipt_crc32c) == (len(data), crc32c.crc32c(data))
     assert fmt.dump(receipt) == data
+
+
+def test_the_example_of_a_header_is_that_of_the_shard_of_the_receipt() -> None:
+    header = fmt.parse_header(example('{"__metadata__"'))
+    metadata = fmt.parse_header(example('{"parts"'))
+    assert header["__metadata__"] == {METADATA_KEY: "…"}
+    receipt = fmt.load_receipt("receipt", example('{"absent"'), fmt.Receipt)
+    data_bytes = receipt.size_bytes - receipt.header_bytes
+    assert shard_table("shard", header, metadata["parts"], data_bytes) == receipt.tensors
+    assert metadata["gate"] == receipt.gate.model_dump()
+    assert object_digests("shard", metadata["values"]["objects"]) == receipt.objects
+    assert metadata["values"] == example_index().values
+    assert set(metadata) == {"parts", "values", "rank_values", "gate"}
+
+
+def test_the_example_of_a_folder_has_the_sizes_that_the_index_says() -> None:
+    _, _, listing = block("small\n").partition(str(EXAMPLE))
+    sizes = {name: int(size) for size, name in re.findall(r"\[ *(\d+)\]  (\S+)", listing)}
+    index = example_index()
+    expected = {"index.json": len(example('{"digest"'))}
+    for shard in index.shards:
+        for key, size_bytes in (
+            (fmt.shard_key(EXAMPLE, shard.rank, 2), shard.size_bytes),
+            (fmt.receipt_key(EXAMPLE, shard.rank, 2), shard.receipt_bytes),
+        ):
+            expected[key.rpartition("/")[2]] = size_bytes
+    assert {name: sizes[name] for name in expected} == expected
+
+
+def test_the_examples_of_series_are_what_would_be_written() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    found = [one for written in re.findall(r"`([0-9*x/:+~@#, ]+@[0-9#, ]+)`", text) for one in written.split(" ")]
+    assert len(found) == 6
+    for written in found:
+        (series,) = parse_series(written)
+        assert series.text() == written
+    unsaid = next(parse_series("4*3x2:5+7@0"))  # nobody writes it so, but that is what it would mean
+    assert unsaid == Series(rank=4, ranks=3, start=5, length=7, offset=0, step=7, repeats=2, every=3, jump=0)
