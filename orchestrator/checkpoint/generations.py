@@ -107,8 +107,14 @@ def _skipped(catalog: Catalog, chosen: CheckpointId | None, avoid: Collection[Ch
 def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) -> int:
     generations = read_generations(store)
     if not generations:
-        _refuse_foreign_folder(store)
-        return _claim_after(store, who, 0, wall_seconds)
+        foreign = next(iter(store.entries("")), None)
+        if foreign is None:
+            return _claim_after(store, who, 0, wall_seconds)
+        generations = read_generations(store)
+        if not generations:  # else somebody has made the first claim since we looked
+            raise FencedError(
+                f"{store.url} holds {foreign.key}, which is not of a job of this project; choose another folder"
+            )
     highest = max(generations)
     record = generations[highest]
     if record.job != who.job:
@@ -130,13 +136,6 @@ def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) ->
             f"(generation {highest}); if that run is dead for certain, use --take-over"
         )
     return _claim_after(store, who, highest, wall_seconds)
-
-
-def _refuse_foreign_folder(store: ObjectStore) -> None:
-    for entry in store.entries(""):
-        raise FencedError(
-            f"{store.url} holds {entry.key}, which is not of a job of this project; choose another folder"
-        )
 
 
 def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,16 +179,16 @@ def shard_table(key: str, header: dict[str, Any], parts: dict[str, Any], data_by
     """The header's entries as columns. Raises FormatError if they do not fill the file in their order."""
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     shapes, starts, lengths, boxes, position = list[tuple[int, ...]](), [], [], [], 0
+    sizes: dict[tuple[int, ...], int] = {}
     try:
         for name, entry in entries:
-            first, last = _counts(entry["data_offsets"])
-            shape, part = _counts(entry["shape"]), parts.get(name)
+            first, last = entry["data_offsets"]
+            shape, part = _shape(key, name, entry["shape"], sizes), parts.get(name)
             length, left = divmod(last - first, fmt.DTYPE_BYTES[entry["dtype"]])
-            if first != position or left or length != fmt.tensor_elements(key, name, shape):
+            if first != position or left or length != sizes[shape]:
                 raise FormatError(key, f"is not a shard of this project: {name} is not where its shape puts it")
             if part is not None:
-                shape = _counts(part["shape"])
-                fmt.tensor_elements(key, name, shape)
+                shape = _shape(key, name, part["shape"], sizes)
             shapes.append(shape)
             starts.append(0 if part is None else part["start"])
             lengths.append(length)
@@ -210,11 +211,19 @@ def shard_table(key: str, header: dict[str, Any], parts: dict[str, Any], data_by
         raise FormatError(key, f"is not a shard of this project: {error}") from error
 
 
-def _counts(value: Any) -> tuple[int, ...]:
-    """A list in a header. Raises TypeError for what cannot be counts: nothing is computed with that."""
-    if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= POSITION_MAX for one in value):
-        raise TypeError(f"{value!r:.80} are no counts")
-    return tuple(value)
+def _shape(key: str, name: str, value: Any, sizes: dict[tuple[int, ...], int]) -> tuple[int, ...]:
+    """A shape in a header; its number of elements goes into `sizes`, as most shapes are there many times.
+
+    Raises TypeError for what can be none, FormatError for one that no tensor has: nothing is computed with those.
+    """
+    shape = tuple(value) if isinstance(value, list) else (None,)
+    with suppress(TypeError):  # lists in it
+        if shape in sizes:
+            return shape
+    if not all(type(one) is int and 0 <= one <= POSITION_MAX for one in shape):
+        raise TypeError(f"{value!r:.80} is no shape")
+    sizes[shape] = fmt.tensor_elements(key, name, shape)
+    return shape
 
 
 def shard_metadata(key: str, data: memoryview) -> tuple[dict[str, Any], int, dict[str, Any]]:

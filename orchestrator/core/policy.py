@@ -55,6 +55,8 @@ def worth_growing(
     return Growth(worth_it=worth_it, reason=reason)
 
 
+LINES_AFTER_TRACEBACK_MAX = 5
+"""How a process that has failed falls down (a library's threads, say) takes no more lines than these."""
 KILLED = (-9, -15)
 """Exit codes of workers that somebody ended by SIGKILL or SIGTERM: no mistake of the script's, even before attach."""
 
@@ -78,7 +80,7 @@ def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str 
     own = [event for event in exits if not event.ended_by_us]
     refused = next((event for event in own if event.verdict == Verdict.REFUSED), None)
     if refused is not None:
-        return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {_last_line(refused)}")
+        return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {_last_words(refused)}")
     failed = next((event for event in own if event.exit_code != 0), None)
     if failed is None and fault is not None:
         return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=fault)
@@ -87,8 +89,8 @@ def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str 
     what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"
     if not ever_attached and failed.exit_code not in KILLED:
         code = failed.exit_code if failed.exit_code is not None and failed.exit_code > 0 else int(ExitCode.FAILED)
-        return _stop(code, f"{what} before it called orchestrator.attach() and run.steps(): {_last_line(failed)}")
-    return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {_last_line(failed)}")
+        return _stop(code, f"{what} before it called orchestrator.attach() and run.steps(): {_last_words(failed)}")
+    return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {_last_words(failed)}")
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -102,6 +104,15 @@ def _stop(exit_code: int, reason: str) -> AfterExit:
     return AfterExit(restart=False, counts_as_failure=True, exit_code=int(exit_code), reason=reason)
 
 
-def _last_line(event: RankExited) -> str:
+def _last_words(event: RankExited) -> str:
+    """The last line that it printed; the exception's, if what comes after it is only how the process fell down."""
     lines = [line for line in event.evidence.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it printed nothing"
+    if not lines:
+        return "it printed nothing"
+    for start in reversed(range(len(lines))):
+        if lines[start].startswith("Traceback (most recent call last)"):
+            said = next((place for place in range(start + 1, len(lines)) if not lines[place][0].isspace()), None)
+            if said is not None and len(lines) - said <= LINES_AFTER_TRACEBACK_MAX:
+                return lines[said].strip()
+            break
+    return lines[-1].strip()

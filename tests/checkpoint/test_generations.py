@@ -193,6 +193,28 @@ def test_our_number_in_another_hand_is_fenced(store: ObjectStore) -> None:
         start(store, RESTARTED, own=1)
 
 
+class LateClaim(MemoryStore):
+    """A store in which another start makes its claim just after this one has looked for claims."""
+
+    def __init__(self, who: Claimant) -> None:
+        super().__init__()
+        self._who: Claimant | None = who
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        found = list(super().entries(prefix))
+        who, self._who = self._who, None
+        if who is not None:
+            start(self, who)
+        return iter(found)
+
+
+def test_a_claim_that_comes_meanwhile_is_no_foreign_folder() -> None:
+    """A supervisor is started again while its first claim is still under way: it goes on from there."""
+    assert start(LateClaim(ME), RESTARTED).generation == 2
+    with pytest.raises(FencedError, match="belongs to owner"):
+        start(LateClaim(ME), FOREIGN)
+
+
 def test_a_foreign_owner_is_fenced_unless_it_takes_over(store: ObjectStore) -> None:
     start(store)
     with pytest.raises(FencedError, match="take-over") as caught:

@@ -112,6 +112,33 @@ def test_what_follows_from_exits(verdict: AfterExit, restart: bool, counts: bool
     assert verdict.reason
 
 
+TRACEBACK = """step 3
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+  File "train.py", line 1, in main
+    raise ValueError("no such shard")
+ValueError: no such shard
+"""
+
+
+@pytest.mark.parametrize(
+    ("evidence", "words"),
+    [
+        (TRACEBACK, "ValueError: no such shard"),
+        (TRACEBACK + "terminate called without an active exception\n", "ValueError: no such shard"),
+        (TRACEBACK + "Segmentation fault\n" * 6, "Segmentation fault"),
+        (TRACEBACK * 2 + "terminate called\n", "ValueError: no such shard"),
+        ("Traceback (most recent call last):\n  File", "File"),
+        ("out of memory\n\n", "out of memory"),
+        ("", "it printed nothing"),
+    ],
+)
+def test_what_brought_it_down_counts_not_how_it_fell(evidence: str, words: str) -> None:
+    """Gloo's threads end a process that fails by SIGABRT, after its traceback."""
+    assert judge(exited(-6, evidence=evidence)).reason == f"rank 1 was killed by signal 6: {words}"
+
+
 def test_the_reason_names_the_rank_and_its_last_words() -> None:
     reason = judge(exited(1, evidence="Traceback\n  …\nValueError: nan\n\n")).reason
     assert reason == "rank 1 exited with status 1: ValueError: nan"
