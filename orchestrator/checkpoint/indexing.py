@@ -85,7 +85,7 @@ class IndexBuilder:
         if receipt.values is None:
             return
         objects = receipt.values.get("objects", {})
-        object_digests(key, {"values": receipt.values})  # refuses what JSON cannot hold
+        object_digests(key, receipt.values | {"objects": None})  # refuses what JSON cannot hold
         if not isinstance(objects, dict) or object_digests(key, objects) != receipt.objects:
             raise FormatError(key, "its objects do not have the digests that it says")
         self._values = receipt.values

@@ -9,19 +9,17 @@ an agent's memory: one code path.
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import crc, crc_of
-from orchestrator.checkpoint.records import LARGE_BYTES_MAX, check_size
+from orchestrator.checkpoint.records import LARGE_BYTES_MAX, check_size, collector_resting
 from orchestrator.checkpoint.save import load_receipt, read_index, shard_metadata, shard_table
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import DigestError, FormatError, NotFoundError
@@ -47,19 +45,6 @@ class Window:
         """(position of the piece within [first, last), piece) of the bytes that this window has of that range."""
         low, high = max(first, self.start), min(last, self.start + len(self.data))
         return low - first, self.data[max(low - self.start, 0) : max(high - self.start, 0)]
-
-
-@contextmanager
-def collector_resting() -> Iterator[None]:
-    """Nothing here makes cycles, but thousands of new objects let Python look for them among all of torch's: 0.2 s."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @collector_resting()

@@ -1,10 +1,15 @@
-"""Reading JSON records from the store: their size is checked before a byte is read; many are read ahead. No torch."""
+"""Reading JSON records from the store: their size is checked before a byte is read; many are read ahead. No torch.
+
+Also what all who make or read thousands of small objects do meanwhile: let the garbage collector rest.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from orchestrator.errors import FormatError
 from orchestrator.storage.base import Entry, ObjectStore
@@ -17,6 +22,22 @@ READS_AT_ONCE_MAX = 16
 """Records that are asked for at once where many are read: a bucket takes tens of milliseconds for each."""
 READ_AHEAD_BYTES_MAX = 64 << 20
 """Of records that were asked for and not yet used; one larger record is read alone."""
+
+
+@contextmanager
+def collector_resting() -> Iterator[None]:
+    """Python's search for cycles rests while thousands of objects are made of which none is in a cycle.
+
+    Each search would walk through all objects of the process: 0.2 s where torch is loaded, and several in one save.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def read_record(store: ObjectStore, key: str, bytes_max: int) -> bytes:

@@ -18,7 +18,8 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.boxes import Box, boxes_of_range, corner, overlap, span, spans, whole, within
 from orchestrator.checkpoint.chunks import Chunk
 from orchestrator.checkpoint.layout import DTYPES, TORCH_DTYPES, as_sharded, local_box, local_part
-from orchestrator.checkpoint.reader import Piece, Sink, collector_resting, read_pieces
+from orchestrator.checkpoint.reader import Piece, Sink, read_pieces
+from orchestrator.checkpoint.records import collector_resting
 from orchestrator.errors import FormatError, StateError
 from orchestrator.storage.base import ObjectStore
 

@@ -18,7 +18,7 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.chunks import POSITION_MAX
 from orchestrator.checkpoint.digest import block_digests, combine, crc
 from orchestrator.checkpoint.indexing import IndexBuilder, object_digests
-from orchestrator.checkpoint.records import LARGE_BYTES_MAX, read_in_order, read_record
+from orchestrator.checkpoint.records import LARGE_BYTES_MAX, collector_resting, read_in_order, read_record
 from orchestrator.checkpoint.slots import read_header
 from orchestrator.core.messages import CheckpointId
 from orchestrator.core.ownership import present_ranks
@@ -149,6 +149,7 @@ def _check_same(store: ObjectStore, key: str, data: memoryview, digests: list[in
             raise DigestError(key, f"another shard is there already: block {number} differs")
 
 
+@collector_resting()
 def _receipt(place: ShardPlace, data: memoryview, digests: list[int]) -> fmt.Receipt:
     key, size_bytes = place.shard_key, len(data)
     metadata, header_bytes, header = shard_metadata(key, data)
@@ -230,9 +231,9 @@ def shard_metadata(key: str, data: memoryview) -> tuple[dict[str, Any], int, dic
     """(our metadata, header bytes, safetensors header) of a shard, or of its beginning. Raises FormatError."""
     try:
         header_bytes, header = read_header(data)
-        metadata = fmt.parse_header(header["__metadata__"][METADATA_KEY])
+        metadata = fmt.parse_header(header["__metadata__"][METADATA_KEY].encode())
         known = all(isinstance(metadata[name], kind) for name, kind in _METADATA_KINDS.items())
-    except (ProtocolError, KeyError, ValueError, TypeError) as error:
+    except (ProtocolError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise FormatError(key, f"is not a shard of this project: {error}") from error
     if not known or not isinstance(metadata["values"].get("objects", {}), dict):
         raise FormatError(key, "is not a shard of this project: its metadata is of another form")
@@ -242,6 +243,7 @@ def shard_metadata(key: str, data: memoryview) -> tuple[dict[str, Any], int, dic
 # --------------------------------------------------------------------------------------------- the index
 
 
+@collector_resting()
 def draft_index(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | str:
     """The index that the receipts make, or why they make none (yet).
 

@@ -13,7 +13,8 @@ import torch
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.layout import is_whole_everywhere
-from orchestrator.checkpoint.reader import RankState, collector_resting, read_committed, read_rank_state, read_receipt
+from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_state, read_receipt
+from orchestrator.checkpoint.records import collector_resting
 from orchestrator.checkpoint.restore import Part as TensorPart
 from orchestrator.checkpoint.restore import parts_of
 from orchestrator.errors import GateError, PeerLostError, StateError

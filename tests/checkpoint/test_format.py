@@ -439,3 +439,36 @@ def test_the_examples_of_series_are_what_would_be_written() -> None:
         assert series.text() == written
     unsaid = next(parse_series("4*3x2:5+7@0"))  # nobody writes it so, but that is what it would mean
     assert unsaid == Series(rank=4, ranks=3, start=5, length=7, offset=0, step=7, repeats=2, every=3, jump=0)
+
+
+def random_json(draw: random.Random, depth: int = 0) -> tuple[str, bool]:
+    """JSON text, written in odd ways, and whether a key is there twice in it."""
+    quoted = json.dumps("".join(draw.choice('ab":\\ {}é\n') for _ in range(draw.randrange(4))))
+    if depth == 3 or draw.random() < 0.3:
+        return draw.choice([quoted, "1", "null", "[]", "{}"]), False
+    parts = [random_json(draw, depth + 1) for _ in range(draw.randrange(4))]
+    space = draw.choice(["", "", "", " ", "\n\t"])
+    if draw.random() < 0.3:
+        return "[" + ",".join(text for text, _ in parts) + "]", any(twice for _, twice in parts)
+    keys = [draw.choice([quoted, json.dumps(draw.choice("abcdef")), r'"\\"', r'"\":"']) for _ in parts]
+    members = [f"{key}{space}:{text}" for key, (text, _) in zip(keys, parts, strict=True)]
+    twice = len({json.loads(key) for key in keys}) < len(keys)
+    return "{" + ",".join(members) + "}", twice or any(inner for _, inner in parts)
+
+
+def test_a_key_that_is_there_twice_is_always_found(seed: int) -> None:
+    """Also where counting is not enough: keys with quotes and backslashes, spaces before colons, JSON within strings."""
+    draw = random.Random(seed)
+    found = set()
+    for _ in range(3000):
+        text, twice = random_json(draw)
+        if draw.random() < 0.3:
+            text = json.dumps({"inside": text})
+            twice = False
+        found.add(twice)
+        if twice:
+            with pytest.raises(ValueError, match="twice"):
+                fmt.parse_header(text.encode())
+        else:
+            assert fmt.parse_header(text.encode()) == json.loads(text)
+    assert found == {True, False}

@@ -212,7 +212,7 @@ def test_a_header_that_does_not_fill_its_file_gets_no_receipt(entries: Any, part
 
 def test_values_that_are_not_json_get_no_receipt() -> None:
     text = '{"parts":{},"values":{"objects":{"a":NaN}},"rank_values":{},"gate":{}}'
-    with pytest.raises(FormatError, match="NaN is not JSON"):
+    with pytest.raises(FormatError, match="is not a shard of this project: expected value"):
         upload(MemoryStore(), place(), build_header({}, {METADATA_KEY: text}, 4096))
 
 
