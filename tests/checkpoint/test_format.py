@@ -457,7 +457,7 @@ def random_json(draw: random.Random, depth: int = 0) -> tuple[str, bool]:
 
 
 def test_a_key_that_is_there_twice_is_always_found(seed: int) -> None:
-    """Also where counting is not enough: keys with quotes and backslashes, spaces before colons, JSON within strings."""
+    """Also where counting is not enough: keys with quotes or backslashes, spaces before colons, JSON within strings."""
     draw = random.Random(seed)
     found = set()
     for _ in range(3000):
