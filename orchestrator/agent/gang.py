@@ -337,7 +337,7 @@ class LocalGang:
     def forget_reports(self) -> None:
         """Report everything again at the next look."""
         for worker in self.workers:
-            kept = {what: value for what, value in worker.reported.items() if what.startswith("upload-")}
+            kept = {what: value for what, value in worker.reported.items() if what.startswith(("upload-", "followed-"))}
             worker.reported = kept
             worker.seen = None
         self.refused_ballot = 0

@@ -28,7 +28,7 @@ from orchestrator.agent.ports import AgentPorts, real_ports
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.staged import Nearby, NodeObjects
-from orchestrator.agent.uploads import Made, Uploads
+from orchestrator.agent.uploads import DurableShard, Uploads
 from orchestrator.agent.wire import Channel, decode_action
 from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import Launch
@@ -442,6 +442,7 @@ class Agent:
         if step is None or not leaves:
             return
         for worker, index in gang.slots_being_staged(step):
+            # Once: if that fails, it begins again when it is ordered.
             if worker.news(f"followed-{step}", 1) and worker.news(f"upload-{step}", 1):
                 self._start_upload(gang, worker, index, self._place(worker, step, gang.record.absent))
 
@@ -469,7 +470,7 @@ class Agent:
         upload = self._uploads.start(place, worker.slot_paths[index], there, ordered)
         self._spawn(self._report_upload(place, upload))
 
-    async def _report_upload(self, place: ShardPlace, upload: Awaitable[Made]) -> None:
+    async def _report_upload(self, place: ShardPlace, upload: Awaitable[DurableShard]) -> None:
         node = self._settings.node
         generation, step = place.checkpoint.generation, place.checkpoint.step
         try:
@@ -495,7 +496,7 @@ class Agent:
             await self._actions.commit_alone(place.checkpoint)
 
     async def _upload_failed(self, place: ShardPlace, error: Exception) -> None:
-        """Whoever ordered it hears of it, and orders it again or gives the step up."""
+        """The supervisor hears of it, and gives the step up unless a peer has the shard; alone, it is tried again."""
         generation, step = place.checkpoint.generation, place.checkpoint.step
         if self._alone(self._clock.monotonic()):  # nobody hears of it who could give the step up
             await asyncio.sleep(ALONE_RETRY_SECONDS)

@@ -97,11 +97,13 @@ class _Work:
                 if number >= self._count:
                     return
                 self._next += 1
-            self._act(number)
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self.over.set()
+            try:
+                self._act(number)
+            finally:
+                with self._lock:
+                    self._left -= 1
+                    if not self._left:
+                        self.over.set()
 
     def in_background(self, act: Callable[[], None]) -> None:
         """Begin to act in a thread of its own, if there is one to be had: else whoever waits does it all."""
@@ -122,14 +124,13 @@ def copy_now(mover: Mover, pieces: Sequence[Piece], threads: int, copied: Callab
         nonlocal first_open
         try:
             mover.move(pieces[number])
+            with lock:
+                done[number] = True
+                while first_open < len(pieces) and done[first_open]:
+                    first_open += 1
+                copied(first_open)
         except Exception as error:
             failures.append(error)
-            return
-        with lock:
-            done[number] = True
-            while first_open < len(pieces) and done[first_open]:
-                first_open += 1
-            copied(first_open)
 
     work = _Work(len(pieces), act)
     for _ in range(min(threads, len(pieces)) - 1):

@@ -57,7 +57,7 @@ class NearStore:
         held = self._held_of(key)
         if held is not None:
             return held.size_bytes
-        source, place = self._nearest(key, held)
+        source, place = self._nearest(key, None)
         return source.size(place)
 
     def entries(self, prefix: str) -> Iterator[Entry]:

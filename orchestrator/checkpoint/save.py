@@ -52,6 +52,11 @@ class ShardPlace:
         return fmt.receipt_key(self.checkpoint, self.rank, self.world_size)
 
 
+AwaitBytes = Callable[[int], tuple[int, bool]]
+"""Waits for that many bytes of a shard, or for all: (how many are there, whether that is all). Raises StoreError if it
+will not be completed."""
+
+
 def upload_shard(
     store: ObjectStore,
     place: ShardPlace,
@@ -59,21 +64,20 @@ def upload_shard(
     *,
     before_receipt: Callable[[], None] = lambda: None,
     between_pieces: Callable[[], None] = lambda: None,
-    there: There | None = None,
+    await_bytes: AwaitBytes | None = None,
 ) -> fmt.Receipt:
     """Make a staged shard durable and write its receipt. `data` is the shard file, byte for byte.
 
-    With `there` the shard may still be in the making: `data` is its memory, at least as long as it will be. Uploading
-    the same shard again is harmless: what is there must have the same digest. `between_pieces` is called after each of
-    PIECE_BYTES that was written, `before_receipt` between the two writes: it may wait, or raise.
+    With `await_bytes` the shard may still be in the making: `data` is its memory, at least as long as it will be.
+    Uploading the same shard again is harmless: what is there must have the same digest. `between_pieces` is called
+    after each of PIECE_BYTES that was written, `before_receipt` between the two writes: it may wait, or raise.
     Raises StoreError, DigestError, FormatError.
     """
-    shard = _Digested(data, there or (lambda _: (len(data), True)), between_pieces)
+    shard = _Digested(place.shard_key, data, await_bytes or (lambda _: (len(data), True)), between_pieces)
     try:
         store.create(place.shard_key, shard)
     except AlreadyExistsError:
         if not shard.whole:  # it was refused before its digests were known
-            shard = _Digested(data, shard.there, between_pieces)
             for _ in shard:
                 pass
         _check_same(store, place.shard_key, data[: shard.size_bytes], shard.digests)
@@ -92,26 +96,26 @@ def upload_shard(
     return receipt
 
 
-There = Callable[[int], tuple[int, bool]]
-"""Waits for that many bytes of a shard, or for all: (how many are there, whether that is all). Raises StoreError if it
-will not be completed."""
-
-
 class _Digested:
-    """A shard in pieces; another thread digests each while it is written, so that it is fetched from memory once."""
+    """A shard in pieces; another thread digests each while it is written, so that it is fetched from memory once.
 
-    def __init__(self, data: memoryview, there: There, between_pieces: Callable[[], None]) -> None:
+    Each iteration begins anew.
+    """
+
+    def __init__(self, key: str, data: memoryview, await_bytes: AwaitBytes, between_pieces: Callable[[], None]) -> None:
         self.digests: list[int] = []
         """Of the blocks of all pieces that were taken."""
         self.size_bytes = 0
         """Of these pieces."""
+        self._key = key
         self._data = data
         self.whole = False
         """Whether all pieces were taken."""
-        self.there = there
+        self._await_bytes = await_bytes
         self._between_pieces = between_pieces
 
     def __iter__(self) -> Iterator[memoryview]:
+        self.digests, self.size_bytes, self.whole = [], 0, False
         piece, last = self._next_piece()
         if last:  # a small one is not worth a thread
             self._take(piece, block_digests(piece))
@@ -131,8 +135,10 @@ class _Digested:
 
     def _next_piece(self) -> tuple[memoryview, bool]:
         """(the next piece, whether it is the last)."""
-        there_bytes, complete = self.there(self.size_bytes + PIECE_BYTES)
+        there_bytes, complete = self._await_bytes(self.size_bytes + PIECE_BYTES)
         stop = min(self.size_bytes + PIECE_BYTES, there_bytes)
+        if stop > len(self._data):
+            raise FormatError(self._key, f"{stop} bytes are said to be there, in memory of {len(self._data)}")
         return self._data[self.size_bytes : stop], complete and stop == there_bytes
 
     def _take(self, piece: memoryview, digests: list[int]) -> None:

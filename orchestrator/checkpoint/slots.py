@@ -37,7 +37,7 @@ _WORD_STEP, _WORD_ECHO, _WORD_PASSED, _WORD_STEP_NS, _WORD_BEAT_NS, _WORD_PHASE,
 _WORD_SAVE_ASKED, _WORD_INFO, _WORD_SLOT_BYTES, _WORD_UNIQUE_BYTES, _WORD_TWINS = range(15, 20)
 _WORD_SLOTS = 20  # three words for each slot: state, bytes, staging nanoseconds
 _WORD_THERE = 26  # one word for each slot: 16 bits of the step, 48 of bytes
-_THERE_SHIFT, _THERE_STEP = 48, 0xFFFF
+_THERE_SHIFT, _THERE_STEP_MASK = 48, 0xFFFF
 _WORD_SELECTOR, _WORD_OUTCOME = 32, 33
 _CELLS_AT_BYTE = 512
 _CELL = struct.Struct("<QQQQQQ")  # sequence, proposal ballot, proposal step + 1, decided step + 1, mode, absent bytes
@@ -243,7 +243,7 @@ class ControlBlock:
 
     def advance_slot(self, index: int, step: int, there_bytes: int) -> None:
         """So many bytes of the shard that is being written are there, from its beginning on, and will not change."""
-        self._words[_WORD_THERE + index] = (step & _THERE_STEP) << _THERE_SHIFT | there_bytes
+        self._words[_WORD_THERE + index] = (step & _THERE_STEP_MASK) << _THERE_SHIFT | there_bytes
 
     def finish_slot(self, index: int, generation: int, step: int, size_bytes: int, stage_ns: int) -> None:
         """writing → staged."""
@@ -416,7 +416,7 @@ class ControlBlock:
     def there_bytes(self, index: int, step: int) -> int:
         """How much of the shard of the step that is being written is there, from its beginning on."""
         word = self._words[_WORD_THERE + index]
-        return word & (1 << _THERE_SHIFT) - 1 if word >> _THERE_SHIFT == step & _THERE_STEP else 0
+        return word & (1 << _THERE_SHIFT) - 1 if word >> _THERE_SHIFT == step & _THERE_STEP_MASK else 0
 
     def slots(self) -> list[Slot]:
         """Both slots."""

@@ -91,7 +91,7 @@ class _Moves:
     targets: list[torch.Tensor]
     spans: list[tuple[int, int] | None]
     """Elements of the tensor; None: all of it."""
-    stop: int = 0
+    stop_byte: int = 0
     """Where in the shard they end."""
 
     def piece(self, tensors: Mapping[str, torch.Tensor], *, keep: bool = False) -> Piece:
@@ -157,7 +157,9 @@ class _Prepared:
                 groups[-1].names.append(chunk.spec.name)
                 groups[-1].targets.append(view.view(tensor.shape) if whole and not splits else view)
                 groups[-1].spans.append(None if whole and not splits else (start, stop))
-                groups[-1].stop = self.plan.header_bytes + chunk.first_byte + (stop - chunk.start) * chunk.spec.width
+                groups[-1].stop_byte = (
+                    self.plan.header_bytes + chunk.first_byte + (stop - chunk.start) * chunk.spec.width
+                )
         return groups
 
     def _view(self, chunk: PlannedChunk, start: int, stop: int) -> torch.Tensor:
@@ -244,7 +246,7 @@ class SlotFile:
         """
         moves = self._write_at_once(plan, tensors, metadata, later, (lambda _: None) if later else there)
         pieces = [move.piece(tensors, keep=True) for move in moves]
-        return Copy(pieces, self._mover(pieces), finish, prove=prove, before_piece=before_piece)
+        return Copy(pieces, self._mover(pieces)[0], finish, prove=prove, before_piece=before_piece)
 
     def _write_at_once(
         self,
@@ -262,9 +264,10 @@ class SlotFile:
             self._memory.write(piece)
         now, others = prepared.moves(tensors, later)
         pieces = [move.piece(tensors) for move in now]
-        ends = [plan.header_bytes, *(move.stop for move in now)]
+        ends = [plan.header_bytes, *(move.stop_byte for move in now)]
         there(plan.header_bytes)
-        copy_now(self._mover(pieces), pieces, self._threads, lambda count: there(ends[count]))
+        mover, threads = self._mover(pieces)
+        copy_now(mover, pieces, threads, lambda count: there(ends[count]))
         return others
 
     def _of(self, plan: ShardPlan) -> _Prepared:
@@ -277,12 +280,15 @@ class SlotFile:
             known = self._prepared[id(plan)] = _Prepared(plan, self._bytes)
         return known
 
-    def _mover(self, pieces: list[Piece]) -> Mover:
+    def _mover(self, pieces: list[Piece]) -> tuple[Mover, int]:
+        """How to copy, in how many threads: from several CUDA devices in this one, whose streams are the script's."""
         devices = {source.device for piece in pieces for source in piece.sources if source.is_cuda}
-        if len(devices) != 1:
-            return HostMover()
+        if not devices:
+            return HostMover(), self._threads
+        if len(devices) > 1:
+            return HostMover(), 1
         self._register()
-        return CudaMover(devices.pop())
+        return CudaMover(devices.pop()), self._threads
 
     def _register(self) -> None:
         """Let CUDA copy straight into the slot. Where it refuses (locked memory is limited), copies are only slower."""

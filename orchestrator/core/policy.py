@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ def worth_growing(
     return Growth(worth_it=worth_it, reason=reason)
 
 
+_RANK = re.compile(r"\[rank\d+\]: ?")
+"""What torch puts before each line of a traceback, once there is a process group."""
 LINES_AFTER_TRACEBACK_MAX = 5
 """How a process that has failed falls down (a library's threads, say) takes no more lines than these."""
 KILLED = (-9, -15)
@@ -106,7 +109,7 @@ def _stop(exit_code: int, reason: str) -> AfterExit:
 
 def _last_words(event: RankExited) -> str:
     """The last line that it printed; the exception's, if what comes after it is only how the process fell down."""
-    lines = [line for line in event.evidence.splitlines() if line.strip()]
+    lines = [_RANK.sub("", line) for line in event.evidence.splitlines() if _RANK.sub("", line).strip()]
     if not lines:
         return "it printed nothing"
     for start in reversed(range(len(lines))):

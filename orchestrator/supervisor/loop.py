@@ -239,4 +239,6 @@ def _progress(save: Save, rank: int) -> str:
     """How far a rank's shard is."""
     if rank in save.durable:
         return "durable"
-    return "staged" if rank in save.staged else "staging"
+    if rank in save.given_up:
+        return "given up"
+    return "staged" if rank in save.staged else "not yet"

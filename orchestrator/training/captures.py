@@ -46,7 +46,7 @@ class Captures:
             taken = self._take_known(walks)
             if taken is not None:
                 return taken
-        return self._take_all(walks)
+        return self._take_all()
 
     def _take_known(self, walks: dict[str, _Walk | None]) -> tuple[Captured, dict[str, Any]] | None:
         """By what is known of plain parts; None if the other parts' tensors have changed."""
@@ -70,7 +70,7 @@ class Captures:
                 expected += len(captured.tensors) - within
         return (captured, trees) if others == self._others and len(captured.tensors) == expected else None
 
-    def _take_all(self, walks: dict[str, _Walk | None]) -> tuple[Captured, dict[str, Any]]:
+    def _take_all(self) -> tuple[Captured, dict[str, Any]]:
         captured = Captured(shares=self._shares)
         trees: dict[str, Any] = {}
         known: dict[str, _Known] = {}
@@ -78,7 +78,7 @@ class Captures:
         for part in self._parts:
             before = len(captured.tensors)
             trees[part.name] = part.capture(captured)
-            walk = walks[part.name]
+            walk = _walk(part)  # anew: `fully_shard` may have put its parameters back in place
             learnt = None if walk is None else _learn(part, walk, captured, trees[part.name])
             if learnt is None:
                 others.append(_kinds(captured, before))

@@ -3,7 +3,8 @@
 Only where the script has made a process group of all ranks before `attach`; otherwise each rank reads everything that
 it needs. So it does, too, where all ranks are on one node and the store is a folder: then everything is in files that
 the kernel brings into memory once for all of them, and a copy is quicker than a message. Between nodes it is always
-shared, also what lies in their memories: each rank's portion is the part that is nearest to it (`training.portions`).
+shared, also what lies in their memories: at the world size that saved it, each rank's portion is what it staged itself
+(`training.portions`).
 Sharded tensors are not shared: each rank reads its own part.
 
 No rank may go another way than the others, or they wait for each other. So whatever is done by each rank alone is
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -104,7 +106,8 @@ def together(gang: Gang | None, work: Callable[[], T]) -> T:
     try:
         result = work()
     except Exception as error:
-        gang.tell(f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:WORD_BYTES].rstrip(b"\0"))
+        with suppress(PeerLostError):  # its own error counts
+            gang.tell(f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:WORD_BYTES].rstrip(b"\0"))
         raise
     for rank, word in enumerate(gang.tell(b"")):
         if word:
@@ -123,20 +126,24 @@ def read_together(
     if gang is None or not gang.alike(_digest(gang, index, whole)):
         together(gang, lambda: read_parts(store, index, parts))
         return
-    needed = [Needed(name, tensor.element_size(), tuple(tensor.shape)) for name, tensor in whole.items()]
-    plan = buckets_by_rank(needed, ranks=gang.launch.world_size, bytes_max=BUCKET_BYTES)
-    mine = [part for bucket in plan[gang.launch.rank] for part in _parts(bucket, whole)]
-    alone = [part for part in parts if part[0] not in whole]
 
-    def read() -> torch.Tensor:
-        read_parts(store, index, [*alone, *mine])
+    def read() -> tuple[list[list[Bucket]], torch.Tensor]:
+        needed = [Needed(name, tensor.element_size(), tuple(tensor.shape)) for name, tensor in whole.items()]
+        plan = buckets_by_rank(needed, ranks=gang.launch.world_size, bytes_max=BUCKET_BYTES)
+        mine = [part for bucket in plan[gang.launch.rank] for part in _parts(bucket, whole)]
+        read_parts(store, index, [*(part for part in parts if part[0] not in whole), *mine])
         size_bytes = max((bucket_bytes(bucket) for buckets in plan for bucket in buckets), default=0)
-        return torch.empty(size_bytes, dtype=torch.uint8, device=gang.bucket_device)
+        return plan, torch.empty(size_bytes, dtype=torch.uint8, device=gang.bucket_device)
 
-    memory = together(gang, read)
-    for source, buckets in enumerate(plan):
-        for bucket in buckets:
-            _broadcast(gang, source, bucket, whole, memory[: bucket_bytes(bucket)])
+    plan, memory = together(gang, read)
+    try:
+        for source, buckets in enumerate(plan):
+            for bucket in buckets:
+                _broadcast(gang, source, bucket, whole, memory[: bucket_bytes(bucket)])
+    except PeerLostError:
+        raise
+    except Exception as error:  # the others are in the middle of it and cannot be told: they lose this rank
+        raise PeerLostError(f"this rank failed while all restored together: {error}") from error
 
 
 def _digest(gang: Gang, index: fmt.Index, whole: dict[str, torch.Tensor]) -> bytes:

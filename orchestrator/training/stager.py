@@ -32,6 +32,7 @@ from orchestrator.training.parts import Captured, Part
 
 COPYING_THREADS_MAX = 4
 """Of one rank at a boundary: more than these few wait for memory and not for a processor."""
+NOTHING_LATER: frozenset[str] = frozenset()
 Gate = Callable[[int, rng.RngState], fmt.Gate]
 
 
@@ -70,7 +71,8 @@ class StateStager:
         self.unique_bytes = max(plan.unique_bytes(self._launch.rank) for plan in plans)
         for slot in self._slots:
             slot.reserve(size)
-            slot.prepare(plans[0], captured.tensors, self._captures.later)
+            for later in (self._captures.later, NOTHING_LATER):  # overlapping, and at once
+                slot.prepare(plans[0], captured.tensors, later)
         self.planned = True
         return size
 
@@ -133,7 +135,7 @@ class StateStager:
             size_bytes = None if outcome.damage else plan.size_bytes
             finish(size_bytes, at_once_ns + int(outcome.seconds * 1e9))
 
-        later = frozenset() if way is Way.BLOCKING else self._captures.later
+        later = NOTHING_LATER if way is Way.BLOCKING else self._captures.later
 
         def begin() -> Copy:
             return self._slots[order.slot].begin(

@@ -151,6 +151,49 @@ def test_a_store_that_fails_meanwhile_is_tried_again_when_it_is_ordered(
     scene.play(story)
 
 
+def test_a_slot_that_grows_before_its_first_byte_is_mapped_whole(tmp_path: Path) -> None:
+    """The worker plans anew for who is absent, and finds that it needs more room than it had reserved."""
+    scene = Scene(tmp_path)
+
+    async def story() -> None:
+        await running(scene)
+        scene.agree(STEP, mode=Mode.LEAVE)
+        await asyncio.sleep(0.5)
+        staging = Staging(scene)
+        path = scene.runtime.launched[0].slot_paths[0]
+        content = path.read_bytes()
+        path.write_bytes(b"")
+        staging.begin()
+        await asyncio.sleep(0.5)
+        path.write_bytes(content)
+        staging.half()
+        await asyncio.sleep(0.5)
+        staging.end()
+        scene.supervisor.say(ordered(scene, STEP))
+        await asyncio.sleep(1)
+        assert commit(scene.store, checkpoint_id(GENERATION, STEP))
+
+    scene.play(story)
+
+
+def test_a_follower_gives_up_when_its_generation_is_over(tmp_path: Path) -> None:
+    """Though nobody settles the step: else a thread is lost for each restart."""
+    scene = Scene(tmp_path)
+
+    async def story() -> None:
+        staging = await leaving(scene)
+        staging.end()
+        await asyncio.sleep(0.5)
+        worker = scene.runtime.launched[0]
+        assert scene.agent._uploads.reading(worker.slot_paths[0])
+        worker.control.free_slot(0)
+        await asyncio.sleep(0.5)
+        assert not scene.agent._uploads.reading(worker.slot_paths[0])
+        assert scene.receipts() == []
+
+    scene.play(story)
+
+
 def test_an_agent_that_ends_does_not_wait_for_a_shard_or_an_order(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 

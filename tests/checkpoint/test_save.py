@@ -98,11 +98,36 @@ def test_a_shard_is_uploaded_while_it_is_being_made(
             memory[low:made] = data[low:made]
         return made, made == len(data)
 
-    receipt = upload_shard(any_store, place(), memoryview(memory), there=there)
+    receipt = upload_shard(any_store, place(), memoryview(memory), await_bytes=there)
     assert receipt.size_bytes == len(data)
     assert any_store.read(place().shard_key) == data
     assert asked == [fmt.BLOCK_BYTES * (number + 1) for number in range(-(-len(data) // fmt.BLOCK_BYTES))]
     assert commit(any_store, place().checkpoint)
+
+
+def test_bytes_that_the_memory_does_not_have_are_an_error(any_store: ObjectStore, tmp_path: Path) -> None:
+    """A slot that grew after it was mapped: never a shard that is cut off, and never an endless upload."""
+    data = stage(tmp_path, {"x": torch.arange(3 << 20)})
+    with pytest.raises(FormatError, match="are said to be there, in memory of"):
+        upload_shard(any_store, place(), memoryview(data)[:-4096], await_bytes=lambda _: (len(data), True))
+    assert not list(any_store.entries(""))
+
+
+class TwiceStore(MemoryStore):
+    """Takes what it is given only at the second attempt, as a store that tries again does."""
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        if key.endswith(".safetensors"):
+            next(iter(pieces))
+        super().create(key, pieces)
+
+
+def test_a_store_that_takes_the_pieces_anew_gets_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "PIECE_BYTES", fmt.BLOCK_BYTES)
+    store, data = TwiceStore(), stage(tmp_path, {"x": torch.arange(3 << 17)})
+    upload_shard(store, place(), memoryview(data))
+    assert store.read(place().shard_key) == data
+    assert commit(store, place().checkpoint)
 
 
 def test_a_shard_that_is_given_up_while_it_is_uploaded_is_never_there(any_store: ObjectStore, tmp_path: Path) -> None:
@@ -114,7 +139,7 @@ def test_a_shard_that_is_given_up_while_it_is_uploaded_is_never_there(any_store:
         return wanted_bytes, False
 
     with pytest.raises(StoreError, match="given up"):
-        upload_shard(any_store, place(), memoryview(data), there=there)
+        upload_shard(any_store, place(), memoryview(data), await_bytes=there)
     assert not list(any_store.entries(""))
 
 

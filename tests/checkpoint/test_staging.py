@@ -192,6 +192,12 @@ def test_a_copy_that_fails_in_any_thread_is_raised(tmp_path: Path, threads: int)
         copying.copy_now(Broken(), pieces, threads, counts.append)
     assert max(counts) == 1, "what follows a hole is not there"
 
+    def nobody_listens(count: int) -> None:
+        raise RuntimeError("the block is closed")
+
+    with pytest.raises(RuntimeError, match="block is closed"):
+        copying.copy_now(copying.HostMover(), pieces, threads, nobody_listens)
+
 
 def test_a_smaller_shard_in_a_large_slot_is_whole_by_its_own_size(tmp_path: Path) -> None:
     slot = SlotFile(tmp_path / "slot")

@@ -129,6 +129,10 @@ ValueError: no such shard
         (TRACEBACK + "terminate called without an active exception\n", "ValueError: no such shard"),
         (TRACEBACK + "Segmentation fault\n" * 6, "Segmentation fault"),
         (TRACEBACK * 2 + "terminate called\n", "ValueError: no such shard"),
+        (
+            "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()) + "terminate called\n",
+            "ValueError: no such shard",
+        ),
         ("Traceback (most recent call last):\n  File", "File"),
         ("out of memory\n\n", "out of memory"),
         ("", "it printed nothing"),

@@ -120,7 +120,7 @@ def test_status_says_how_far_each_rank_of_a_save_is() -> None:
         ("g00000001-s0000000002", 2, 1),
     ]
     assert said["saves"][1]["since_seconds"] == 8.0
-    assert [rank["save"] for rank in said["ranks"]] == ["staged", "durable", "staging"]
+    assert [rank["save"] for rank in said["ranks"]] == ["staged", "durable", "not yet"]
     nothing = describe(replace(job, saves={}), 100.0, {})
     assert (nothing["saves"], [rank["save"] for rank in nothing["ranks"]]) == ([], [None] * 3)
 

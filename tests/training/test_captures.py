@@ -228,6 +228,15 @@ def test_sharded_parts_are_not_captured_again(tmp_path: Path, monkeypatch: pytes
             assert type(found.tensors[name]) is type(tensor) is torch.Tensor, name
             assert torch.equal(found.tensors[name], tensor), name
             assert found.tensors[name].data_ptr() == tensor.data_ptr(), name
+        with torch.no_grad():
+            model(torch.ones(3, 4))  # an evaluation leaves the parameters of the root in full
+        captures.take()
+        assert captures.version == 1
+        with monkeypatch.context() as patch:
+            for part in parts:
+                patch.setattr(part, "capture", None)
+            step_sharded(given)
+            captures.take()
         entry = given["optimizer"].state[model[0].weight]
         entry["exp_avg"] = entry["exp_avg"].redistribute(placements=[Replicate()])
         captures.take()
