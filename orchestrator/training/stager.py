@@ -21,6 +21,7 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.copying import Copy, Outcome
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.layout import Scope, ShardPlan, Shares, holder_sets, plan_shard
+from orchestrator.checkpoint.records import collector_resting
 from orchestrator.checkpoint.staging import Metadata, SlotFile
 from orchestrator.errors import ProtocolError
 from orchestrator.telemetry import reached
@@ -119,6 +120,7 @@ class StateStager:
 
     # -- staging -----------------------------------------------------------------------------------------
 
+    @collector_resting()
     def stage(self, order: Order, finish: Finish, there: There) -> None:
         """Copy the state at this boundary into a slot: at once, or the most of it beside the next step."""
         self.join()
