@@ -10,7 +10,8 @@
     │   ├── AlreadyExistsError the key is there already (create-if-absent lost)
     │   ├── NotFoundError      no such key
     │   ├── StoreFullError     no space left, or a quota is used up
-    │   └── StoreDeniedError   not readable or not writable for this user
+    │   ├── StoreDeniedError   not readable or not writable for this user
+    │   └── StoreUnavailableError  no answer, or "come again later": the same request may succeed soon
     ├── FormatError            bytes are not what the format says
     │   ├── VersionError       written by a format version that this release does not know
     │   └── DigestError        size or crc32c differ from what was committed
@@ -107,6 +108,21 @@ class StoreFullError(StoreError):
 
 class StoreDeniedError(StoreError):
     """The store may not be read or written by this user."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store did not answer, broke off, or asked to come again later: the same request may succeed soon.
+
+    `maybe_done`: what was asked may have been done all the same, and only the answer was lost.
+    `retry_after_seconds`: what the store asked for, if it did.
+    """
+
+    def __init__(
+        self, key: str, problem: str, *, maybe_done: bool = True, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(key, problem)
+        self.maybe_done = maybe_done
+        self.retry_after_seconds = retry_after_seconds
 
 
 class FormatError(OrchestratorError):
