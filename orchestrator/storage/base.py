@@ -1,7 +1,7 @@
 """The port to object storage: what every back end guarantees.
 
 Not here: retries (`storage/retrying`), key names (`checkpoint/format`), who may write what (design:
-only agents and the CLI's read verbs hold a store). Back ends: `memory`, `filesystem`.
+only agents and the CLI's read verbs hold a store). Back ends: `memory`, `filesystem`, `s3`.
 
 Guarantees that the checkpoint protocol rests on:
 
@@ -41,6 +41,8 @@ class ObjectStore(Protocol):
     def create(self, key: str, pieces: Iterable[Piece]) -> None:
         """Write the concatenation of `pieces` under `key` if, and only if, nothing is there.
 
+        The pieces may come slowly, and their memory must not change before this returns. If they raise, so does this,
+        and nothing is there. A list says that all is known, and how much.
         Raises AlreadyExistsError, StoreFullError, StoreDeniedError, StoreError.
         """
         ...

@@ -1,0 +1,186 @@
+"""One bucket through boto3: calls with keys in, our errors out. The only module that makes an SDK client.
+
+Credentials, region and endpoint come from the SDK's usual places: AWS_* variables, profiles, roles. Its retries are
+off (`storage/retrying` has them), and so are its trailing checksums: old servers store these as data.
+
+Called by `store` and `upload`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
+
+from orchestrator.errors import ConfigError, StoreUnavailableError
+from orchestrator.storage.s3.errors import store_error
+
+CONNECT_SECONDS = 10.0
+"""Also the longest that one slice of a part may take to leave."""
+SILENCE_SECONDS = 60.0
+"""The longest that a server may take to begin its answer, or to go on with it."""
+CONNECTIONS_MAX = 64
+LISTED_AT_ONCE = 1000
+"""Keys in one answer to a listing; S3 gives no more."""
+
+
+class Bucket:
+    """The objects of `name` whose keys start with `prefix` and a slash. Touches nothing before the first call."""
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str,
+        *,
+        connect_seconds: float = CONNECT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+        settings: Mapping[str, Any] | None = None,
+        client: Any = None,
+    ) -> None:
+        """`settings` are arguments of boto3's `client`, such as `endpoint_url`; what is not given, the SDK finds.
+
+        A `client` that was made by `make_client` may be shared by several.
+        """
+        self.name = name
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._settings = dict(settings or {})
+        self._timeouts = (connect_seconds, silence_seconds)
+        self._lock = threading.Lock()
+        self._client = client
+
+    @property
+    def url(self) -> str:
+        """s3://bucket/prefix."""
+        return f"s3://{self.name}/{self._prefix}".rstrip("/")
+
+    @property
+    def endpoint(self) -> str:
+        """The server's address, for messages."""
+        return "the endpoint" if self._client is None else str(self._client.meta.endpoint_url)
+
+    def full_key(self, key: str) -> str:
+        """The key as the bucket has it."""
+        return self._prefix + key
+
+    def call(self, operation: str, key: str, **arguments: Any) -> dict[str, Any]:
+        """One request about `key`, as boto3 names it, and its answer. Raises StoreError's subtree, UnsupportedError."""
+        with self._translated(operation, key):
+            request = getattr(self._made_client(), operation)
+            answer: dict[str, Any] = request(Bucket=self.name, Key=self.full_key(key), **arguments)
+            return answer
+
+    def objects(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """The objects whose keys start with `prefix`, as S3 describes them, with our keys. Raises StoreError."""
+        with self._translated("list_objects_v2", prefix):
+            size = {"PageSize": LISTED_AT_ONCE}
+            pages = self._made_client().get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self.name, Prefix=self.full_key(prefix), PaginationConfig=size):
+                for found in page.get("Contents", ()):
+                    yield {**found, "Key": found["Key"].removeprefix(self._prefix)}
+
+    @contextmanager
+    def opened(self, key: str, **arguments: Any) -> Iterator[tuple[dict[str, Any], Body]]:
+        """A GET's answer and its body, for as long as the block lasts; its connection is kept if all of it was read."""
+        answer = self.call("get_object", key, **arguments)
+        body = Body(key, answer["Body"], answer["ContentLength"])
+        with self._translated("get_object", key):
+            try:
+                yield answer, body
+            finally:
+                body.close()
+
+    def close(self) -> None:
+        """Closes the idle connections. The next call opens new ones."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+
+    def _made_client(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = make_client(*self._timeouts, **self._settings)
+            return self._client
+
+    @contextmanager
+    def _translated(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (ClientError, BotoCoreError, HTTPError, http.client.HTTPException, OSError) as error:
+            raise store_error(key, self.name, self.endpoint, _operation_name(operation), error) from error
+
+
+def make_client(
+    connect_seconds: float = CONNECT_SECONDS, silence_seconds: float = SILENCE_SECONDS, **settings: Any
+) -> Any:
+    """boto3's client, as it is used here; threads may share it. Raises ConfigError.
+
+    Over TLS bodies are not hashed for the signature: their crc32c goes with them.
+    """
+    config = Config(
+        connect_timeout=connect_seconds,
+        read_timeout=silence_seconds,
+        retries={"total_max_attempts": 1, "mode": "standard"},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        max_pool_connections=CONNECTIONS_MAX,
+        tcp_keepalive=True,
+    )
+    client = boto3.session.Session().client("s3", config=config, **settings)
+    address = urlsplit(client.meta.endpoint_url)
+    if address.username is not None or address.password is not None:
+        raise ConfigError("store: the S3 endpoint's address holds a user or password; credentials have variables")
+    if address.scheme == "https":
+        client.meta.config.s3 = {**(client.meta.config.s3 or {}), "payload_signing_enabled": False}
+    return client
+
+
+class Body:
+    """What comes after an answer's head: read once, whole or into given memory."""
+
+    def __init__(self, key: str, stream: Any, length: int) -> None:
+        self.length = length
+        self._key = key
+        self._answer = stream._raw_stream  # botocore's stream and urllib3's answer copy; below them is the socket's
+        raw = getattr(self._answer, "_fp", None)
+        self._raw: Any = raw if isinstance(raw, http.client.HTTPResponse) else self._answer
+
+    def read(self) -> bytes:
+        """All of it. Raises StoreUnavailableError if it ends early."""
+        data: bytes = self._raw.read(self.length) if self.length else self._raw.read()
+        if len(data) != self.length:
+            raise self._short(len(data))
+        return data
+
+    def read_into(self, buffers: Sequence[memoryview]) -> None:
+        """All of it into the buffers, one after another. Raises StoreUnavailableError if it ends early."""
+        left = self.length
+        for buffer in buffers:
+            rest = buffer[:left]
+            while rest:
+                count = self._raw.readinto(rest)
+                if not count:
+                    raise self._short(self.length - left)
+                rest, left = rest[count:], left - count
+
+    def close(self) -> None:
+        """Gives the connection back if nothing more comes on it, else closes it."""
+        if self._raw.closed or (self._raw is not self._answer and self._raw.isclosed()):
+            self._answer.release_conn()
+        else:
+            self._answer.close()
+
+    def _short(self, count: int) -> StoreUnavailableError:
+        return StoreUnavailableError(self._key, f"the answer ended after {count} of {self.length} bytes")
+
+
+def _operation_name(operation: str) -> str:
+    """As S3 names it: put_object is PutObject."""
+    return operation.title().replace("_", "")

@@ -1,0 +1,166 @@
+"""A large object in parts: a few are on their way while the next pieces are still being made. All or nothing.
+
+Called by `store`, which has made sure that the key is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import AlreadyExistsError, StoreError, StoreUnavailableError
+from orchestrator.storage.s3.bucket import Bucket
+from orchestrator.storage.s3.errors import UnsupportedError, UploadGoneError
+from orchestrator.storage.s3.parts import PARTS_MAX, Part
+
+PARTS_AT_ONCE = 4
+"""Of one object, on their way to the server."""
+_Answer = Future[dict[str, Any]]
+Again = Callable[[Callable[[], Any]], Any]
+
+
+@dataclass(slots=True)
+class Abilities:
+    """What the server was found to be able to do; what it refuses once is not asked again."""
+
+    checksums: bool = True
+    part_checksums: bool = True
+    conditional_completion: bool = True
+
+
+def upload(bucket: Bucket, key: str, parts: Iterable[Part], abilities: Abilities, again: Again) -> int:
+    """Send the parts, and make them the object; its size in bytes. If anything fails, or the parts do, nothing stays.
+
+    `again` calls what may be tried again on its own. Raises AlreadyExistsError (where the server looks), StoreError.
+    """
+    with nothing_done():
+        running = _Upload(bucket, key, abilities, again)
+    try:
+        with nothing_done():
+            size_bytes = running.send(parts)
+        running.complete()
+    except BaseException:
+        running.abort()
+        raise
+    return size_bytes
+
+
+@contextlib.contextmanager
+def nothing_done() -> Iterator[None]:
+    """Whatever fails here, the object was not made by it."""
+    try:
+        yield
+    except StoreUnavailableError as error:
+        error.maybe_done = False
+        raise
+    except UploadGoneError as error:
+        raise StoreUnavailableError(error.key, error.problem, maybe_done=False) from error
+
+
+class _Upload:
+    """One upload in parts, begun when this is made."""
+
+    def __init__(self, bucket: Bucket, key: str, abilities: Abilities, again: Again) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._abilities = abilities
+        self._again = again
+        self._id = again(self._begin)["UploadId"]
+        self._checksums = abilities.part_checksums
+        self._sent: list[dict[str, Any]] = []
+        """What is said about each part at the completion."""
+
+    def send(self, parts: Iterable[Part]) -> int:
+        """All parts, several at once, in threads that have this one's priority; their bytes."""
+        size_bytes = 0
+        answers: list[_Answer] = []
+        flying: set[_Answer] = set()
+        pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="part")
+        try:
+            for number, part in enumerate(parts, start=1):
+                if number > PARTS_MAX:
+                    raise StoreError(self._key, f"has more than {PARTS_MAX} parts; {size_bytes} bytes were sent")
+                if len(part) or number == 1:
+                    flying = _all_but(PARTS_AT_ONCE - 1, flying)
+                    size_bytes += len(part)
+                    answers.append(pool.submit(self._send_part, number, part))
+                    flying.add(answers[-1])
+            self._sent = [answer.result() for answer in answers]
+        except UnsupportedError as error:
+            raise self._without_checksums(error) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return size_bytes
+
+    def complete(self) -> None:
+        """Make the parts the object. Raises StoreUnavailableError if only looking tells whether that happened."""
+        answer_lost = False
+
+        def attempt() -> StoreError | None:
+            nonlocal answer_lost
+            try:
+                self._complete()
+            except StoreUnavailableError as error:
+                answer_lost = answer_lost or error.maybe_done
+                raise
+            except (AlreadyExistsError, UploadGoneError) as error:
+                return error
+            return None
+
+        error = self._again(attempt)
+        if isinstance(error, UploadGoneError) or (error is not None and answer_lost):
+            raise StoreUnavailableError(self._key, f"it may be there: {error.problem}") from error
+        if error is not None:
+            raise error
+
+    def _complete(self) -> None:
+        arguments = {"UploadId": self._id, "MultipartUpload": {"Parts": self._sent}}
+        if self._abilities.conditional_completion:
+            try:
+                self._bucket.call("complete_multipart_upload", self._key, IfNoneMatch="*", **arguments)
+                return
+            except UnsupportedError:
+                self._abilities.conditional_completion = False
+        self._bucket.call("complete_multipart_upload", self._key, **arguments)
+
+    def abort(self) -> None:
+        """Forget the parts. What cannot be removed now is invisible; a lifecycle rule of the bucket removes it."""
+        with contextlib.suppress(StoreError):
+            self._bucket.call("abort_multipart_upload", self._key, UploadId=self._id)
+
+    def _begin(self) -> dict[str, Any]:
+        if self._abilities.part_checksums:
+            try:
+                return self._bucket.call("create_multipart_upload", self._key, ChecksumAlgorithm="CRC32C")
+            except UnsupportedError:
+                self._abilities.part_checksums = False
+        return self._bucket.call("create_multipart_upload", self._key)
+
+    def _send_part(self, number: int, part: Part) -> dict[str, Any]:
+        checksum = {"ChecksumCRC32C": part.checksum()} if self._checksums else {}
+        request = {"UploadId": self._id, "PartNumber": number, "ContentLength": len(part), **checksum}
+
+        def attempt() -> dict[str, Any]:
+            part.seek(0)
+            return self._bucket.call("upload_part", self._key, Body=part, **request)
+
+        return {"PartNumber": number, "ETag": self._again(attempt)["ETag"], **checksum}
+
+    def _without_checksums(self, error: UnsupportedError) -> StoreError:
+        """The error, or that the next try will do without what may have caused it."""
+        if not self._checksums:
+            return error
+        self._abilities.part_checksums = False
+        return StoreUnavailableError(self._key, f"{error.problem}; from now on without checksums", maybe_done=False)
+
+
+def _all_but(flying_max: int, flying: set[_Answer]) -> set[_Answer]:
+    """Waits until at most that many are unanswered: these. Raises what another of them raised."""
+    while len(flying) > flying_max:
+        done, flying = wait(flying, return_when=FIRST_COMPLETED)
+        for answer in done:
+            answer.result()
+    return flying

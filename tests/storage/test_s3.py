@@ -1,0 +1,543 @@
+"""What the store in a bucket asks of a server, and how it does without what a server lacks. No server: see
+test_s3_servers for real ones."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from botocore.awsrequest import AWSResponse
+from botocore.exceptions import ClientError
+
+from orchestrator.errors import AlreadyExistsError, ConfigError, StoreError, StoreUnavailableError
+from orchestrator.storage.s3 import parts as parts_module
+from orchestrator.storage.s3 import store as store_module
+from orchestrator.storage.s3.bucket import Bucket, make_client
+from orchestrator.storage.s3.store import S3Store
+
+LOST = ("PreconditionFailed", 412)
+MISSING = ("404", 404)
+
+
+def client_error(code: str, status: int) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "x")
+
+
+class ObjectClient:
+    """Stands in for boto3's client: keeps whole objects, and fails as it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.fail: Callable[[str, dict[str, Any]], tuple[str, int] | None] = lambda operation, arguments: None
+        self.objects: dict[str, bytes] = {}
+        self._parts: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self.meta = type("Meta", (), {"endpoint_url": "https://s3.test"})
+
+    def __getattr__(self, operation: str) -> Callable[..., dict[str, Any]]:
+        if operation.startswith("_"):
+            raise AttributeError(operation)
+
+        def call(**arguments: Any) -> dict[str, Any]:
+            with self._lock:
+                self.calls.append((operation, arguments))
+                failure = self.fail(operation, arguments)
+                if failure is not None:
+                    raise client_error(*failure)
+                return self._done(operation, **arguments)
+
+        return call
+
+    def _done(self, operation: str, Key: str, **arguments: Any) -> dict[str, Any]:
+        match operation:
+            case "put_object" | "complete_multipart_upload":
+                if Key in self.objects and arguments.get("IfNoneMatch") == "*":
+                    raise client_error(*LOST)
+                parts = [self._parts[number] for number in sorted(self._parts)]
+                self.objects[Key] = _content(arguments) if operation == "put_object" else b"".join(parts)
+            case "head_object":
+                if Key not in self.objects:
+                    raise client_error(*MISSING)
+                return {"ContentLength": len(self.objects[Key])}
+            case "get_object":
+                return {"ContentLength": len(self.objects[Key]), "Body": _Stream(self.objects[Key])}
+            case "create_multipart_upload":
+                self._parts.clear()
+                return {"UploadId": "upload"}
+            case "upload_part":
+                self._parts[arguments["PartNumber"]] = _content(arguments)
+                return {"ETag": f"etag-{arguments['PartNumber']}"}
+            case "delete_object":
+                self.objects.pop(Key, None)
+        return {}
+
+    def named(self, operation: str) -> list[dict[str, Any]]:
+        return [arguments for name, arguments in self.calls if name == operation]
+
+    def operations(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+def _content(arguments: dict[str, Any]) -> bytes:
+    data = b"".join(bytes(piece) for piece in iter(lambda: arguments["Body"].read(1 << 16), b""))
+    assert arguments["ContentLength"] == len(arguments["Body"]) == len(data)
+    return data
+
+
+class _Stream:
+    """The body of an answer, as far as it is used."""
+
+    def __init__(self, content: bytes) -> None:
+        self._raw_stream = self
+        self._content = content
+        self.closed = True
+
+    def read(self, size: int = -1) -> bytes:
+        return self._content
+
+    def release_conn(self) -> None:
+        pass
+
+
+@pytest.fixture
+def client() -> ObjectClient:
+    return ObjectClient()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 10 bytes."""
+    monkeypatch.setattr(parts_module, "PART_BYTES", 10)
+    monkeypatch.setattr(store_module, "PART_BYTES", 10)
+
+
+def proved_store(client: ObjectClient) -> S3Store:
+    """A store that has proved its server; what that took is forgotten."""
+    store = S3Store(Bucket("bucket", "some/where", client=client))
+    store.prove()
+    store._proved = True
+    client.calls.clear()
+    return store
+
+
+# ---------------------------------------------------------------------------------------------- one request
+
+
+def test_a_small_object_is_one_conditional_request_with_its_checksum(client: ObjectClient) -> None:
+    proved_store(client).create("a/key", [b"1234", b"56789"])
+    ((operation, arguments),) = client.calls
+    assert operation == "put_object"
+    assert (arguments["Bucket"], arguments["Key"], arguments["IfNoneMatch"]) == ("bucket", "some/where/a/key", "*")
+    assert arguments["ChecksumCRC32C"] == "4waSgw=="
+    assert client.objects["some/where/a/key"] == b"123456789"
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_is_known_whole_is_one_request_however_long(client: ObjectClient) -> None:
+    store = proved_store(client)
+    store.create("index", [b"x" * 25, b"y" * 25])
+    store.create("short", iter([b"x" * 4, b"y" * 5]))
+    assert client.operations() == ["put_object", "put_object"]
+
+
+def test_over_tls_the_body_is_not_hashed_for_the_signature() -> None:
+    sent: list[Any] = []
+
+    def answer(request: Any, **_: Any) -> AWSResponse:
+        sent.append(request)
+        return AWSResponse(request.url, 200, {}, _Nothing())
+
+    for endpoint in ("https://s3.test", "http://s3.test"):
+        client = make_client(endpoint_url=endpoint, region_name="x", aws_access_key_id="a", aws_secret_access_key="b")
+        client.meta.events.register("before-send.s3", answer)
+        S3Store(Bucket("bucket", "", client=client))._put("key", parts_module.whole([b"123456789"]))
+    tls, plain = (request.headers for request in sent)
+    assert tls["x-amz-checksum-crc32c"] == plain["x-amz-checksum-crc32c"] == b"4waSgw=="
+    assert tls["X-Amz-Content-SHA256"] == b"UNSIGNED-PAYLOAD"
+    assert len(plain["X-Amz-Content-SHA256"]) == 64
+    for headers in (tls, plain):
+        assert headers["Content-Length"] == b"9"
+        assert headers["If-None-Match"] == b"*"
+        assert "x-amz-trailer" not in headers
+
+
+class _Nothing:
+    def stream(self, *_: Any, **__: Any) -> Iterator[bytes]:
+        return iter([b""])
+
+
+def test_an_endpoint_with_a_password_is_refused_without_repeating_it() -> None:
+    with pytest.raises(ConfigError, match="holds a user or password") as caught:
+        make_client(endpoint_url="http://user:hunter2@127.0.0.1:1", region_name="x")
+    assert "hunter2" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- the proof
+
+
+def test_the_first_create_proves_the_server_once(client: ObjectClient) -> None:
+    store = S3Store(Bucket("bucket", "", client=client))
+    store.create("a", [b"1"])
+    store.create("b", [b"2"])
+    assert client.operations() == [
+        "put_object",
+        "put_object",
+        "get_object",
+        "delete_object",
+        "put_object",
+        "put_object",
+    ]
+    assert sorted(client.objects) == ["a", "b"]
+
+
+def test_a_server_that_ignores_the_condition_is_refused_by_name(client: ObjectClient) -> None:
+    client._done = lambda operation, **arguments: {}  # type: ignore[method-assign]
+    store = S3Store(Bucket("bucket", "", client=client))
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"s3.test silently ignores If-None-Match"):
+            store.create("a", [b"1"])
+    assert {arguments["Key"] for arguments in client.named("put_object")}.isdisjoint({"a"})
+
+
+def test_a_server_that_changes_what_it_is_given_is_refused(client: ObjectClient) -> None:
+    store = S3Store(Bucket("bucket", "", client=client))
+
+    def add_a_frame(operation: str, arguments: dict[str, Any]) -> None:
+        if operation == "get_object":
+            client.objects[arguments["Key"]] += b"\r\n0"
+
+    client.fail = add_a_frame
+    with pytest.raises(StoreError, match="gave back other bytes than were written"):
+        store.create("a", [b"1"])
+
+
+@pytest.mark.parametrize("failure", [("NotImplemented", 501), ("MissingContentLength", 411), ("BadDigest", 400)])
+def test_a_server_without_checksums_is_used_without(failure: tuple[str, int], client: ObjectClient) -> None:
+    client.fail = lambda operation, arguments: failure if "ChecksumCRC32C" in arguments else None
+    store = S3Store(Bucket("bucket", "", client=client))
+    store.create("a", [b"1"])
+    store.create("b", [b"1"])
+    assert ["ChecksumCRC32C" in put for put in client.named("put_object")] == [True, False, False, False, False]
+
+
+def test_a_writer_that_may_not_delete_leaves_its_probe(client: ObjectClient) -> None:
+    client.fail = lambda operation, arguments: ("AccessDenied", 403) if operation == "delete_object" else None
+    S3Store(Bucket("bucket", "", client=client)).create("a", [b"1"])
+    assert "a" in client.objects
+
+
+# ---------------------------------------------------------------------------------------------- in parts
+
+
+def pieces_of(text: bytes) -> Iterator[bytes]:
+    for start in range(0, len(text), 3):
+        yield text[start : start + 3]
+
+
+TEXT = bytes(range(65, 91))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_large_object_goes_in_parts(client: ObjectClient) -> None:
+    proved_store(client).create("key", pieces_of(TEXT))
+    operations = client.operations()
+    assert operations[:2] == ["head_object", "create_multipart_upload"]
+    assert operations[2:5] == ["upload_part"] * 3
+    assert operations[5:] == ["complete_multipart_upload", "head_object"]
+    (complete,) = client.named("complete_multipart_upload")
+    assert complete["IfNoneMatch"] == "*"
+    told = complete["MultipartUpload"]["Parts"]
+    assert [(part["PartNumber"], part["ETag"]) for part in told] == [(1, "etag-1"), (2, "etag-2"), (3, "etag-3")]
+    assert all(len(part["ChecksumCRC32C"]) == 8 for part in told)
+    assert client.objects["some/where/key"] == TEXT
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_parts_leave_while_later_pieces_are_still_being_made(client: ObjectClient) -> None:
+    first_left = threading.Event()
+    client.fail = lambda operation, arguments: first_left.set() if operation == "upload_part" else None
+
+    def pieces() -> Iterator[bytes]:
+        yield b"x" * 10
+        assert first_left.wait(10)
+        yield b"y" * 5
+
+    proved_store(client).create("key", pieces())
+    assert client.objects["some/where/key"] == b"x" * 10 + b"y" * 5
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_is_there_already_is_not_sent(client: ObjectClient) -> None:
+    store = proved_store(client)
+    client.objects["some/where/key"] = b"first"
+    with pytest.raises(AlreadyExistsError):
+        store.create("key", pieces_of(TEXT))
+    assert client.operations() == ["head_object"]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_came_meanwhile_stays(client: ObjectClient) -> None:
+    store = proved_store(client)
+
+    def overtaken() -> Iterator[bytes]:
+        yield from pieces_of(TEXT)
+        client.objects["some/where/key"] = b"first"
+
+    with pytest.raises(AlreadyExistsError):
+        store.create("key", overtaken())
+    assert client.operations()[-1] == "abort_multipart_upload"
+    assert client.objects["some/where/key"] == b"first"
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("error", [OSError("the source broke"), KeyboardInterrupt()])
+def test_pieces_that_fail_end_the_upload(error: BaseException, client: ObjectClient) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield TEXT
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        proved_store(client).create("key", pieces())
+    assert caught.value is error
+    assert client.operations()[-1] == "abort_multipart_upload"
+    assert "complete_multipart_upload" not in client.operations()
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("number", [1, 2, 30])
+def test_a_part_that_fails_ends_the_upload(number: int, client: ObjectClient) -> None:
+    store = proved_store(client)
+    client.fail = lambda _, arguments: ("AccessDenied", 403) if arguments.get("PartNumber") == number else None
+    with pytest.raises(StoreError, match="do not allow UploadPart"):
+        store.create("key", pieces_of(TEXT * 12))
+    assert client.operations()[-1] == "abort_multipart_upload"
+    assert len(client.named("upload_part")) <= number + 2 * 4
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_only_the_part_that_failed_is_sent_again(client: ObjectClient) -> None:
+    failures = [("SlowDown", 503), ("InternalError", 500)]
+
+    def again(action: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return action()
+            except StoreUnavailableError:
+                continue
+
+    store = S3Store(Bucket("bucket", "", client=client), again)
+    store.prove()
+    client.fail = lambda _, arguments: failures.pop() if arguments.get("PartNumber") == 2 and failures else None
+    store.create("key", pieces_of(TEXT))
+    assert sorted(part["PartNumber"] for part in client.named("upload_part")) == [1, 2, 2, 2, 3]
+    assert client.objects["key"] == TEXT
+
+
+def twice(action: Callable[[], Any]) -> Any:
+    """Tries once more."""
+    try:
+        return action()
+    except StoreUnavailableError:
+        return action()
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("second", [LOST, ("NoSuchUpload", 404)])
+def test_a_completion_whose_answer_was_lost_may_have_been_ours(second: tuple[str, int], client: ObjectClient) -> None:
+    """The next try is refused because of the first one; whether it is our object is for the caller to look at."""
+    store = S3Store(Bucket("bucket", "", client=client), twice)
+    store.prove()
+    failures = [second, ("InternalError", 500)]
+    client.fail = lambda operation, _: failures.pop() if operation == "complete_multipart_upload" else None
+    with pytest.raises(StoreUnavailableError, match="it may be there") as caught:
+        store.create("key", pieces_of(TEXT))
+    assert caught.value.maybe_done
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_completion_that_was_refused_is_tried_again_on_its_own(client: ObjectClient) -> None:
+    store = S3Store(Bucket("bucket", "", client=client), twice)
+    store.prove()
+    failures = [("SlowDown", 503)]
+    client.fail = lambda operation, _: failures.pop() if operation == "complete_multipart_upload" and failures else None
+    store.create("key", pieces_of(TEXT))
+    assert client.objects["key"] == TEXT
+    assert len(client.named("upload_part")) == 3
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("failure", [("InternalError", 500), ("NoSuchUpload", 404)])
+@pytest.mark.parametrize("operation", ["head_object", "create_multipart_upload", "upload_part"])
+def test_what_fails_before_the_completion_made_nothing(
+    operation: str, failure: tuple[str, int], client: ObjectClient
+) -> None:
+    store = proved_store(client)
+    client.fail = lambda name, _: failure if name == operation else None
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.create("key", pieces_of(TEXT))
+    assert not caught.value.maybe_done
+
+
+def test_a_proof_that_fails_made_nothing(client: ObjectClient) -> None:
+    client.fail = lambda *_: ("InternalError", 500)
+    with pytest.raises(StoreUnavailableError) as caught:
+        S3Store(Bucket("bucket", "", client=client)).create("key", [b"1"])
+    assert not caught.value.maybe_done
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_server_without_conditional_completion_is_asked_once(client: ObjectClient) -> None:
+    store = proved_store(client)
+    client.fail = lambda operation, arguments: (
+        ("NotImplemented", 501) if operation == "complete_multipart_upload" and "IfNoneMatch" in arguments else None
+    )
+    store.create("a", pieces_of(TEXT))
+    store.create("b", pieces_of(TEXT))
+    assert ["IfNoneMatch" in one for one in client.named("complete_multipart_upload")] == [True, False, False]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_server_without_checksums_of_parts_gets_none_the_next_time(client: ObjectClient) -> None:
+    store = proved_store(client)
+    client.fail = lambda operation, arguments: (
+        ("NotImplemented", 501) if operation == "upload_part" and "ChecksumCRC32C" in arguments else None
+    )
+    with pytest.raises(StoreUnavailableError, match="from now on without checksums") as caught:
+        store.create("a", pieces_of(TEXT))
+    assert not caught.value.maybe_done
+    store.create("a", pieces_of(TEXT))
+    assert client.objects["some/where/a"] == TEXT
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_server_that_says_so_at_the_beginning_gets_none_at_all(client: ObjectClient) -> None:
+    store = proved_store(client)
+    client.fail = lambda operation, arguments: ("InvalidArgument", 400) if "ChecksumAlgorithm" in arguments else None
+    store.create("a", pieces_of(TEXT))
+    assert not any("ChecksumCRC32C" in part for part in client.named("upload_part"))
+    assert client.objects["some/where/a"] == TEXT
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_size_is_read_back(client: ObjectClient) -> None:
+    store = proved_store(client)
+
+    def lose_a_part(operation: str, arguments: dict[str, Any]) -> None:
+        if operation == "complete_multipart_upload":
+            client._parts.pop(2)
+
+    client.fail = lose_a_part
+    with pytest.raises(StoreError, match="16 bytes are there of 26 that were sent"):
+        store.create("key", pieces_of(TEXT))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_has_too_many_parts_is_refused(client: ObjectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.storage.s3.upload.PARTS_MAX", 2)
+    with pytest.raises(StoreError, match="more than 2 parts; 20 bytes were sent"):
+        proved_store(client).create("key", pieces_of(TEXT))
+    assert client.operations()[-1] == "abort_multipart_upload"
+
+
+# ---------------------------------------------------------------------------------------------- broken connections
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """A server that answers everything with these bytes and hangs up; None: it takes connections and reads nothing."""
+    done = threading.Event()
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+
+        def serve() -> None:
+            kept = []
+            while True:
+                connection, _ = server.accept()
+                if done.is_set():
+                    connection.close()
+                    break
+                kept.append(connection)
+                if answer is not None:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+                    connection.close()
+            for connection in kept:
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            done.set()
+            socket.create_connection(server.getsockname()).close()
+            thread.join(10)
+
+
+def store_at(endpoint: str) -> S3Store:
+    settings = {
+        "endpoint_url": endpoint,
+        "region_name": "us-east-1",
+        "aws_access_key_id": "a",
+        "aws_secret_access_key": "b",
+    }
+    return S3Store(Bucket("bucket", "", connect_seconds=0.3, silence_seconds=0.3, settings=settings))
+
+
+HALF = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 10\r\nContent-Range: bytes 0-9/10\r\n\r\n12345"
+
+
+def test_an_answer_that_breaks_off_is_no_object() -> None:
+    with listening(HALF) as endpoint:
+        store = store_at(endpoint)
+        with pytest.raises(StoreUnavailableError, match="ended after 5 of 10 bytes"):
+            store.read("key", 0, 10)
+        with pytest.raises(StoreUnavailableError, match="ended after 5 of 10 bytes"):
+            store.read_into("key", 0, [memoryview(bytearray(10))])
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "start", "stop"),
+    [
+        (b"206 Partial Content\r\nContent-Range: bytes 3-5/10", 0, 3),
+        (b"206 Partial Content\r\nContent-Range: bytes 0-2/3", 0, 2),
+        (b"206 Partial Content\r\nContent-Range: bytes 0-2/10", 0, 10),
+        (b"200 OK", 3, 6),
+        (b"200 OK", 0, 2),
+    ],
+)
+def test_other_bytes_than_were_asked_for_are_no_answer(head: bytes, start: int, stop: int) -> None:
+    with listening(b"HTTP/1.1 " + head + b"\r\nContent-Length: 3\r\n\r\nabc") as endpoint:
+        store = store_at(endpoint)
+        with pytest.raises(StoreError, match=rf"asked for bytes \[{start}, {stop}\)"):
+            store.read("key", start, stop)
+        store.close()
+
+
+def test_an_upload_that_stands_still_is_given_up() -> None:
+    """F27: a part that does not leave fails within its time-out, and says at which server."""
+    with listening(None) as endpoint:
+        store = store_at(endpoint)
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match=f"{endpoint} broke off, or was silent for too long"):
+            store._put("key", parts_module.whole([bytes(64 << 20)]))
+        assert time.monotonic() - began < 30  # and not for ever
+        store.close()
+
+
+def test_a_server_that_is_not_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    store = store_at(endpoint)
+    with pytest.raises(StoreUnavailableError, match=f"{endpoint} cannot be reached") as caught:
+        store.size("key")
+    assert not caught.value.maybe_done
