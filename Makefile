@@ -10,7 +10,7 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CAUSES    := pyproject.toml constraints.txt
 
-.PHONY: help .venv demo test disasters soak bench check clean
+.PHONY: help .venv servers demo test disasters soak bench check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
 	@echo "make bench   the checkpoint engine against others: one table of ratios, about ten minutes on two idle cores"
 	@echo "make check   formatting, types, import rules and the fast tests"
+	@echo "make servers only install the S3 servers that tests use, 250 MB; make test does so too"
 	@echo "make .venv   only install, into $(VENV)"
 	@echo "make clean   remove caches and outputs; $(VENV) stays"
 
@@ -33,10 +34,15 @@ $(INSTALLED): $(CAUSES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
+# Real S3 servers. What cannot be installed is not tested, and the tests say so.
+servers: .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[servers]'
+
 demo: .venv
 	$(BIN)/orchestrator demo
 
 test: .venv
+	-@$(MAKE) --no-print-directory servers
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
 
 disasters: .venv

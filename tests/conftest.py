@@ -8,8 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.s3_servers import S3Servers
 
 SEED_VARIABLE = "ORCHESTRATOR_TEST_SEED"
 SEED = pytest.StashKey[int]()
@@ -37,3 +42,13 @@ def pytest_report_header(config: pytest.Config) -> str:
 def seed(request: pytest.FixtureRequest) -> int:
     """The run's seed; a test makes its own `random.Random(seed)` of it."""
     return request.config.stash[SEED]
+
+
+@pytest.fixture(scope="session")
+def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Servers]:
+    """Real S3 servers, started when a test asks for one, ended with the run."""
+    from tests.s3_servers import S3Servers
+
+    servers = S3Servers(tmp_path_factory.mktemp("s3"))
+    yield servers
+    servers.close()
