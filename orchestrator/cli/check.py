@@ -23,7 +23,7 @@ import typer
 from rich.text import Text
 
 from orchestrator.cli.terminal import output, print_json, size_text, table
-from orchestrator.errors import AlreadyExistsError, OrchestratorError
+from orchestrator.errors import AlreadyExistsError, OrchestratorError, StoreError
 
 if TYPE_CHECKING:
     from orchestrator.storage.base import ObjectStore
@@ -32,6 +32,8 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 STAGING_FREE_BYTES_MIN = 1 << 30
 STORE_FREE_BYTES_MIN = 1 << 30
 PACKAGES = ("orchestrator", "torch", "numpy", "aiohttp", "pydantic", "safetensors", "crc32c")
+_FOLDER_ADVICE = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints"
+_BUCKET_ADVICE = "jobs cannot save there: see docs/settings.md for what a bucket needs"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
@@ -46,7 +48,7 @@ class Finding:
 
 
 def check(
-    store: Annotated[str | None, typer.Option(metavar="URL", help="The folder that holds the jobs' folders.")] = None,
+    store: Annotated[str | None, typer.Option(metavar="URL", help="The folder or bucket that holds the jobs.")] = None,
     staging: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder in memory for shards.")] = Path("/dev/shm"),
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -162,9 +164,9 @@ def file_system_of(folder: Path) -> str:
 
 def check_store(url: str) -> list[Finding]:
     """Writable, create-if-absent really exclusive, reads back, free space."""
-    from orchestrator.storage.opening import open_store
+    from orchestrator.storage.opening import PERSON_PATIENCE_SECONDS, open_store
 
-    store = open_store(url)
+    store = open_store(url, PERSON_PATIENCE_SECONDS)
     root = Path(store.url) if store.url.startswith("/") else None
     missing = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
     findings = [_probe(store)]
@@ -182,9 +184,11 @@ def _probe(store: ObjectStore) -> Finding:
     try:
         problem = _write_twice(store, key)
         store.delete(key)
+    except StoreError as error:
+        problem = error.problem
     except OrchestratorError as error:
-        problem = str(error).removeprefix(f"{key}: ")
-    advice = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints here"
+        problem = str(error)
+    advice = _FOLDER_ADVICE if store.url.startswith("/") else _BUCKET_ADVICE
     return _judge("store", not problem, f"{store.url}: " + (problem or "writes once, and reads back"), advice)
 
 

@@ -127,9 +127,9 @@ def verify(
 
 def open_job(url: str, job: str | None) -> ObjectStore:
     """The store of one job's folder. Raises ConfigError or NotFoundError if it is not one, with what to do."""
-    from orchestrator.storage.opening import job_url, open_store
+    from orchestrator.storage.opening import PERSON_PATIENCE_SECONDS, job_url, open_store
 
-    store = open_store(url if job is None else job_url(url, job))
+    store = open_store(url if job is None else job_url(url, job), PERSON_PATIENCE_SECONDS)
     if store.url.startswith("/") and not Path(store.url).is_dir():
         raise NotFoundError(store.url, "there is no such folder")
     if any(True for prefix in ("generations/", "checkpoints/") for _ in store.entries(prefix)):

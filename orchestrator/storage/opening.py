@@ -1,6 +1,7 @@
 """From the store that a user names to a store: the only place that knows which back ends there are.
 
-Not here: `storage/peers`, whose address and token come from the supervisor and never from a user.
+An SDK is imported only when a store needs it. Not here: `storage/peers`, whose address and token come from the
+supervisor and never from a user.
 Called by agents and by the CLI's read verbs.
 """
 
@@ -10,21 +11,38 @@ import re
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, StoreError
+from orchestrator.storage.arguments import key_parts
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.filesystem import FolderStore
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_PLANNED = ("s3", "gs")
-_SUPPORTED = "a folder's path, or file:///path/to/folder"
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+JOB_PATIENCE_SECONDS = 60.0
+"""For how long a job tries again what a store cannot do just now: an outage of a minute costs no save."""
+PERSON_PATIENCE_SECONDS = 10.0
+"""The same where somebody waits for the answer."""
+_PLANNED = ("gs",)
+_SUPPORTED = "a folder's path, file:///path/to/folder, or s3://bucket/prefix"
 
 
-def open_store(url: str) -> ObjectStore:
-    """The store at `url`: a folder's path or a file:// URL. Touches nothing; the first `create` makes the folder.
+def open_store(url: str, patience_seconds: float = JOB_PATIENCE_SECONDS) -> ObjectStore:
+    """The store at `url`: a folder's path, a file:// or an s3:// URL. Touches nothing; a folder is made at the first
+    `create`, a bucket never. Stores behind a network try again for that long what fails for a moment.
 
     Raises ConfigError, naming what is supported.
     """
-    return FolderStore(_folder(url))
+    match _scheme_of(url):
+        case "":
+            return FolderStore(_plain_path(url))
+        case "file":
+            return FolderStore(_path_of_file_url(url))
+        case "s3":
+            return _bucket_store(url, patience_seconds)
+        case name if name in _PLANNED:
+            raise ConfigError(f"store: {name}:// needs a later release; this one supports {_SUPPORTED}")
+        case name:
+            raise ConfigError(f"store: {name}:// is not supported; supported are {_SUPPORTED}")
 
 
 def job_url(store: str, job: str) -> str:
@@ -33,21 +51,35 @@ def job_url(store: str, job: str) -> str:
         raise ConfigError(f"job: {job!r} is no plain name")
     if not store:
         raise ConfigError(f"store: is empty; supported are {_SUPPORTED}")
-    name = quote(job) if _SCHEME.match(store) else job
+    name = quote(job) if _scheme_of(store) == "file" else job
     return f"{store.rstrip('/')}/{name}"
 
 
-def _folder(url: str) -> Path:
+def _scheme_of(url: str) -> str:
+    """In lower case; empty for a plain path."""
     scheme = _SCHEME.match(url)
-    if scheme is None:
-        return _plain_path(url)
-    match scheme.group(1).lower():
-        case "file":
-            return _path_of_file_url(url)
-        case name if name in _PLANNED:
-            raise ConfigError(f"store: {name}:// needs a later release; this one supports folders only: {_SUPPORTED}")
-        case name:
-            raise ConfigError(f"store: {name}:// is not supported; supported are {_SUPPORTED}")
+    return "" if scheme is None else scheme.group(1).lower()
+
+
+def _bucket_store(url: str, patience_seconds: float) -> ObjectStore:
+    """What follows the scheme is taken as it stands, as by all tools for S3: `%20` is three characters of a key."""
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    prefix = prefix.rstrip("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(f"store: {url!r} names no bucket; write s3://bucket/prefix")
+    if "?" in url or "#" in url:
+        raise ConfigError(f"store: {url!r} has a '?' or '#'; an endpoint is named by the variable AWS_ENDPOINT_URL")
+    try:
+        if prefix:
+            key_parts(prefix)
+    except StoreError as error:
+        raise ConfigError(f"store: {url!r} has a prefix that is none: {error.problem}") from error
+    from orchestrator.storage.retrying import Patience, RetryingStore
+    from orchestrator.storage.s3.bucket import Bucket
+    from orchestrator.storage.s3.store import S3Store
+
+    patience = Patience(deadline_seconds=patience_seconds)
+    return RetryingStore(S3Store(Bucket(bucket, prefix), patience.call), patience)
 
 
 def _plain_path(text: str) -> Path:

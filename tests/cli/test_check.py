@@ -14,6 +14,7 @@ from orchestrator.storage import opening
 from orchestrator.storage.base import Piece
 from orchestrator.storage.memory import MemoryStore
 from tests.cli.conftest import Command
+from tests.s3_servers import BUCKET, S3Servers
 
 
 def levels(output: str) -> dict[str, str]:
@@ -90,7 +91,7 @@ class FullStore(MemoryStore):
     [(OverwritingStore(), "create-if-absent is not exclusive"), (FullStore(), "no space is left")],
 )
 def test_a_store_that_breaks_the_rules(monkeypatch: pytest.MonkeyPatch, store: MemoryStore, says: str) -> None:
-    monkeypatch.setattr(opening, "open_store", lambda url: store)
+    monkeypatch.setattr(opening, "open_store", lambda url, patience_seconds: store)
     (finding,) = check.check_store("memory")
     assert finding.level == "fail"
     assert says in finding.found
@@ -114,3 +115,25 @@ def test_a_state_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp
     finding = check.check_state_folder()
     assert finding.level == "fail"
     assert "XDG_STATE_HOME" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket", "expected"),
+    [
+        ("seaweedfs", BUCKET, ("ok", "writes once, and reads back")),
+        ("seaweedfs", "no-such-bucket", ("fail", "there is no bucket 'no-such-bucket'")),
+        ("nanio", BUCKET, ("fail", "silently ignores If-None-Match")),
+    ],
+)
+def test_a_bucket(
+    name: str, bucket: str, expected: tuple[str, str], s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = s3_servers.shared(name)
+    for variable, value in server.variables().items():
+        monkeypatch.setenv(variable, value)
+    (finding,) = check.check_store(f"s3://{bucket}/jobs")
+    assert finding.level == expected[0]
+    assert expected[1] in finding.found
+    assert finding.found.count("s3://") == 1
+    with server.client() as client:
+        assert client.list_objects_v2(Bucket=BUCKET, Prefix="jobs/").get("Contents", []) == []

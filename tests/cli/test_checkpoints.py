@@ -15,6 +15,7 @@ from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from tests.cli.conftest import Command
 from tests.cli.small_job import OTHER_NAME, TENSOR, claim, path_of, save, upload
+from tests.s3_servers import S3Servers
 
 OLD, NEW = CheckpointId(generation=1, step=20), CheckpointId(generation=2, step=40)
 
@@ -321,7 +322,27 @@ def test_a_checkpoint_and_all(command: Command, store: ObjectStore) -> None:
     assert command("checkpoints", "verify", store.url, str(NEW), "--all").exit_code == 2
 
 
-def test_a_bucket(command: Command) -> None:
-    result = command("checkpoints", "list", "s3://bucket/job")
+def test_a_store_of_a_later_release(command: Command) -> None:
+    result = command("checkpoints", "list", "gs://bucket/job")
     assert result.exit_code == 2
     assert "needs a later release" in result.stderr
+
+
+def test_a_bucket(command: Command, s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = s3_servers.shared("seaweedfs")
+    for variable, value in server.variables().items():
+        monkeypatch.setenv(variable, value)
+    jobs = server.bucket().url
+    bucket = open_store(f"{jobs}/small")
+    claim(bucket, 1)
+    save(bucket, 1, 20)
+    listed = command("checkpoints", "list", jobs, "--job", "small")
+    assert listed.exit_code == 0
+    assert "g00000001-s0000000020" in listed.stdout
+    assert command("checkpoints", "verify", f"{jobs}/small", "newest").exit_code == 0
+    other = command("checkpoints", "list", jobs)
+    assert other.exit_code == 2
+    assert "give --job and one of: small" in other.stderr
+    missing = command("checkpoints", "list", f"{jobs}/small/er")
+    assert missing.exit_code == 1
+    assert "is not the folder of a job" in missing.stderr

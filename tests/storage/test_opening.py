@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,47 @@ def test_paths_relative_to_here_and_home(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_stores_of_a_later_release(scheme: str) -> None:
-    with pytest.raises(ConfigError, match=f"{scheme}:// needs a later release; this one supports folders only"):
-        open_store(f"{scheme}://bucket/path")
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("S3://my-bucket.name/a/b/", "s3://my-bucket.name/a/b"),
+        ("s3://bucket/100%20 of it", "s3://bucket/100%20 of it"),
+    ],
+)
+def test_buckets(url: str, found: str) -> None:
+    assert open_store(url).url == found
+    assert open_store(job_url(url, "my job")).url == f"{found}/my job"
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("s3://", "names no bucket"),
+        ("s3:///path", "names no bucket"),
+        ("s3://user:password@host/path", "names no bucket"),
+        ("s3://bucket/a//b", "has a prefix that is none"),
+        ("s3://bucket/../b", "has a prefix that is none"),
+        ("s3://bucket/a?endpoint=x", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_what_is_no_bucket(url: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        open_store(url)
+
+
+def test_only_a_bucket_needs_its_sdk() -> None:
+    program = (
+        "import sys\nfrom orchestrator.storage.opening import open_store\nopen_store('/data')\n"
+        "assert 'boto3' not in sys.modules\nopen_store('s3://bucket')\nassert 'boto3' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, timeout=50)
+
+
+def test_stores_of_a_later_release() -> None:
+    with pytest.raises(ConfigError, match="gs:// needs a later release; this one supports a folder's path"):
+        open_store("gs://bucket/path")
 
 
 @pytest.mark.parametrize(
