@@ -1,4 +1,4 @@
-"""Runs a real job on this machine inside a test: real supervisor, agents, gloo workers, folder store."""
+"""Runs a real job on this machine inside a test: real supervisor, agents, gloo workers; a folder as store."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ async def run_job(
     **settings: object,
 ) -> JobResult:
     """Run a job to its end (or fail after the limit), with a scenario beside it."""
-    values: dict[str, object] = {"job": "small", "nodes": "1:2", "workers_per_node": 1, "save_every": 10, **settings}
-    config = JobConfig(store=str(folder / "store"), command=tuple(command), **values)  # type: ignore[arg-type]
+    values: dict[str, object] = {"job": "small", "nodes": "1:2", "workers_per_node": 1, "save_every": 10}
+    values |= {"store": str(folder / "store"), **settings}
+    config = JobConfig(command=tuple(command), **values)  # type: ignore[arg-type]
     url = job_url(config.store, config.job)
     records: list[EventRecord] = []
     start = time.monotonic()
