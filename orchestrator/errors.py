@@ -158,6 +158,10 @@ class PeerLostError(PeerError):
     """Another rank has gone, or does not answer; which one is not known."""
 
 
+class BrokenOffError(OrchestratorError):
+    """This rank failed in the middle of what all ranks do together: the others lose it, and it does nothing more."""
+
+
 class SupervisorError(OrchestratorError):
     """The supervisor cannot be reached, or refused the request."""
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.agent import workers as processes
-from orchestrator.agent.inheritance import Inheritance
+from orchestrator.agent.inheritance import Inheritance, is_file, remove
 from orchestrator.agent.ports import Runtime
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
@@ -465,12 +465,14 @@ class LocalGang:
         for worker in self.workers:
             for slot, path in zip(worker.control.slots(), worker.slot_paths, strict=True):
                 shard = self._shard_in(worker, slot, path)
-                if shard is not None and shard.checkpoint == base:
+                if not is_file(path):
+                    remove(path)
+                elif shard is not None and shard.checkpoint == base:
                     held.append(shard)
-                elif path.exists() and not reading(path):
+                elif not reading(path):
                     spare.append(path)
                 else:
-                    path.unlink(missing_ok=True)
+                    remove(path)
             worker.control.close()
             for path in (worker.control.path, worker.launch_path):
                 path.unlink(missing_ok=True)

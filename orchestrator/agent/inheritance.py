@@ -6,9 +6,10 @@ other file becomes a free slot. Used by `agent.gang`.
 
 from __future__ import annotations
 
-import os
+import shutil
+import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.checkpoint.launch import HeldShard
@@ -26,17 +27,32 @@ class Inheritance:
 
         Yields for each pair what its second slot holds. What is left over is removed.
         """
-        held, spare = list(self.held), list(self.spare)
+        held = [shard for shard in self.held if is_file(shard.path)]
+        spare = [path for path in self.spare if is_file(path)]
         for first, second in slots:
             shard = held.pop(0) if held else None
             if shard is not None:
                 shard.path.rename(second)
-                shard = HeldShard(
-                    checkpoint=shard.checkpoint, rank=shard.rank, path=second, size_bytes=shard.size_bytes
-                )
+                shard = replace(shard, path=second)
             for path in (first,) if shard is not None else (first, second):
                 if spare:
                     spare.pop(0).rename(path)
             yield shard
         for path in (*(shard.path for shard in held), *spare):
-            os.unlink(path)
+            remove(path)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file as a slot must be: somebody may have tidied it away, or put something else there."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def remove(path: Path) -> None:
+    """Whatever is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from orchestrator.checkpoint.reader import RankState, read_committed, read_rank_
 from orchestrator.checkpoint.records import collector_resting
 from orchestrator.checkpoint.restore import Part as TensorPart
 from orchestrator.checkpoint.restore import parts_of
-from orchestrator.errors import GateError, PeerLostError, StateError
+from orchestrator.errors import BrokenOffError, GateError, PeerLostError, StateError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.training import rng
 from orchestrator.training.parts import ModelPart, Part
@@ -109,7 +109,7 @@ class SavedState:
         for store in stores[:-1]:
             try:
                 return self._read(store, gang)
-            except PeerLostError:
+            except (PeerLostError, BrokenOffError):
                 raise
             except Exception:
                 continue

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.restore import Part, copy_alike, read_parts
-from orchestrator.errors import PeerError, PeerLostError
+from orchestrator.errors import BrokenOffError, PeerError, PeerLostError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.training.portions import Bucket, Needed, bucket_bytes, buckets_by_rank
 
@@ -143,7 +143,7 @@ def read_together(
     except PeerLostError:
         raise
     except Exception as error:  # the others are in the middle of it and cannot be told: they lose this rank
-        raise PeerLostError(f"this rank failed while all restored together: {error}") from error
+        raise BrokenOffError(f"this rank failed while all restored together: {error}") from error
 
 
 def _digest(gang: Gang, index: fmt.Index, whole: dict[str, torch.Tensor]) -> bytes:

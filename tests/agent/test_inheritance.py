@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,49 @@ def test_a_slot_that_is_still_read_is_not_written_again(tmp_path: Path) -> None:
     inheritance = old.hand_down(None, lambda path: path == read)
     assert inheritance == Inheritance(spare=(old.workers[0].slot_paths[1],))
     assert not read.exists()
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def folder_there(path: Path) -> None:
+    path.unlink()
+    (path / "within").mkdir(parents=True)
+
+
+def pipe_there(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_there(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("change", [gone, folder_there, pipe_there, link_there])
+@pytest.mark.parametrize("early", [True, False], ids=["before it is handed down", "after"])
+def test_slots_that_are_no_files_any_more_are_not_inherited(
+    tmp_path: Path, change: Callable[[Path], None], *, early: bool
+) -> None:
+    """Somebody has cleaned the memory disk: the store has it all, and the new gang gets slots of its own."""
+    old = gang_in(tmp_path, generation=3)
+    stage(old, 0, 20)
+    paths = [path for worker in old.workers for path in worker.slot_paths]
+    if early:
+        for path in paths:
+            change(path)
+    inheritance = old.hand_down(BASE, nobody_reads)
+    if not early:
+        for path in paths:
+            change(path)
+    new = gang_in(tmp_path, generation=4, base=BASE, inheritance=inheritance)
+    assert held(new, 0) is held(new, 1) is None
+    assert [worker.control.slot(1).state for worker in new.workers] == [SlotState.FREE] * 2
+    assert not any(path.exists() or path.is_symlink() for worker in new.workers for path in worker.slot_paths)
+    if early:
+        assert not any(path.exists() or path.is_symlink() for path in paths)
 
 
 def test_what_is_too_much_for_the_new_gang_is_removed(tmp_path: Path) -> None:
