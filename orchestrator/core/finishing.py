@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.core.messages import EndRecorded, Finish, RecordEnd, ReleaseNode
-from orchestrator.core.states import Phase, Trigger
+from orchestrator.core.messages import EndRecorded, Finish, Outcome, RecordEnd, ReleaseNode
+from orchestrator.core.states import Job, Phase, Trigger
 from orchestrator.core.turn import Turn
 
 
@@ -15,7 +15,16 @@ def conclude(turn: Turn) -> None:
         return
     assert turn.job.ending is not None
     turn.go(Trigger.RECORDED)
-    finish(turn, turn.job.ending.exit_code, turn.job.ending.reason)
+    finish(turn, turn.job.ending.exit_code, reason_of(turn.job))
+
+
+def reason_of(job: Job) -> str:
+    """Why the job ends; and what is lost, if it was to leave with a save that failed."""
+    assert job.ending is not None
+    if job.trouble is None or job.ending.outcome is not Outcome.DRAINED:
+        return job.ending.reason
+    newest = f"the newest checkpoint is {job.newest_committed}" if job.newest_committed else "there is no checkpoint"
+    return f"{job.ending.reason}; its last save failed ({job.trouble}): {newest}"
 
 
 def record(turn: Turn) -> None:
@@ -25,10 +34,10 @@ def record(turn: Turn) -> None:
     node = next((name for name, state in job.nodes.items() if not state.going), next(iter(job.nodes), None))
     if node is None:
         turn.go(Trigger.RECORDED)
-        finish(turn, job.ending.exit_code, job.ending.reason)
+        finish(turn, job.ending.exit_code, reason_of(job))
         return
     turn.set(opener=node)
-    turn.do(RecordEnd(node=node, outcome=job.ending.outcome, reason=job.ending.reason))
+    turn.do(RecordEnd(node=node, outcome=job.ending.outcome, reason=reason_of(job)))
 
 
 def limit_recording(turn: Turn) -> None:
@@ -38,7 +47,7 @@ def limit_recording(turn: Turn) -> None:
     if turn.now - job.since_seconds > job.spec.open_seconds:
         turn.note("store failed", f"the end record was not confirmed within {job.spec.open_seconds:.0f} s")
         turn.go(Trigger.RECORDED)
-        finish(turn, job.ending.exit_code, job.ending.reason)
+        finish(turn, job.ending.exit_code, reason_of(job))
 
 
 def on_end_recorded(turn: Turn, event: EndRecorded) -> None:
@@ -50,7 +59,7 @@ def on_end_recorded(turn: Turn, event: EndRecorded) -> None:
     if event.reason is not None:
         turn.note("store failed", f"the end record could not be written: {event.reason}", node=event.node)
     turn.go(Trigger.RECORDED)
-    finish(turn, job.ending.exit_code, job.ending.reason)
+    finish(turn, job.ending.exit_code, reason_of(job))
 
 
 def finish(turn: Turn, exit_code: int, reason: str) -> None:
