@@ -18,7 +18,7 @@ help:
 	@echo "make test    all tests, with real processes, two files at a time"
 	@echo "make soak    200 kills at random times of real jobs, and what each of them left"
 	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
-	@echo "make bench   the checkpoint engine against others: one table of ratios, about ten minutes on two idle cores"
+	@echo "make bench   the checkpoint engine against others: one table of ratios, about a quarter of an hour on two idle cores"
 	@echo "make check   formatting, types, import rules and the fast tests"
 	@echo "make servers only install the S3 servers that tests use, 250 MB; make test does so too"
 	@echo "make .venv   only install, into $(VENV)"
