@@ -125,6 +125,8 @@ class OpenedCheckpoint:
 
 def _row_range(name: str, shape: tuple[int, ...], rows: slice) -> range:
     """Raises ConfigError unless the rows are there."""
+    if not isinstance(rows, slice):
+        raise ConfigError(f"{name}: rows={rows!r:.40} are asked for; they are a slice, as in rows=slice(0, 10)")
     if not shape:
         raise ConfigError(f"{name}: is one number and has no rows")
     asked = f"{'' if rows.start is None else rows.start}:{'' if rows.stop is None else rows.stop}"
@@ -145,7 +147,15 @@ def _newest(store: ObjectStore, catalog: Catalog) -> CheckpointId:
     if entry is not None:
         return entry.id
     others = ", ".join(f"{one.id} ({one.standing})" for one in catalog.entries)
-    raise NotFoundError(store.url, "there is no committed checkpoint" + (f", only {others}" if others else ""))
+    why = f", only {others}" if others else _jobs_below(store)
+    raise NotFoundError(store.url, f"there is no committed checkpoint{why}")
+
+
+def _jobs_below(store: ObjectStore) -> str:
+    """Where jobs have folders of their own, it is one of those that should be opened."""
+    keys = (entry.key.split("/", 2) for entry in store.entries(""))
+    jobs = sorted({parts[0] for parts in keys if len(parts) == 3 and parts[1] == "generations"})
+    return f"; it holds folders of jobs: open {', '.join(f'{store.url}/{job}' for job in jobs[:5])}" if jobs else ""
 
 
 def _named(catalog: Catalog, name: str) -> CheckpointId:

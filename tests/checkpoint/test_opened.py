@@ -115,6 +115,20 @@ def test_rows_that_are_not_there(store: MemoryStore, tmp_path: Path, rows: slice
     assert str(caught.value) == message
 
 
+def test_rows_that_are_no_slice_are_refused(store: MemoryStore, tmp_path: Path) -> None:
+    opened, _ = saved(store, tmp_path)
+    with pytest.raises(ConfigError, match="w: rows=3 are asked for; they are a slice"):
+        opened.tensor("w", 3)  # type: ignore[arg-type]
+
+
+def test_a_store_with_jobs_in_it_is_no_job(store: MemoryStore) -> None:
+    """What is there is named: the folder above a job's is easily given."""
+    for job in ("a", "b"):
+        store.create(f"{job}/generations/00000001.json", [b"{}"])
+    with pytest.raises(NotFoundError, match=rf"it holds folders of jobs: open {store.url}/a, {store.url}/b$"):
+        open_in(store)
+
+
 def test_one_number_has_no_rows(store: MemoryStore, tmp_path: Path) -> None:
     save(store, tmp_path, {"count": torch.tensor(7)})
     opened = open_in(store)
