@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from orchestrator.checkpoint.save import ShardPlace, commit
 from orchestrator.clock import SystemClock
 from orchestrator.core.messages import CheckpointId
 from orchestrator.storage.filesystem import FolderStore
+from tests.processes import forks
 
 SAVES = 50
 RANKS = 2
@@ -127,18 +127,7 @@ def import_torch() -> None:
 
 def fork(act: Callable[[], dict[str, Any]], result: TextIO) -> int:
     """A process that writes its result as one line; 1 if it fails."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        print(json.dumps(act()), file=result, flush=True)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    return forks.fork(lambda: print(json.dumps(act()), file=result, flush=True))
 
 
 def pipe() -> tuple[TextIO, TextIO]:

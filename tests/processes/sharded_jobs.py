@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from orchestrator.checkpoint.save import commit
 from orchestrator.core.messages import CheckpointId
 from orchestrator.storage.filesystem import FolderStore
 from tests.checkpoint.sharded import cut
+from tests.processes.forks import fork
 from tests.training import states
 
 STEP = 2
@@ -162,21 +162,13 @@ def run(job: Callable[[int, Kind, Path], None], kind: Kind, folder: Path) -> str
 
 
 def _fork(job: Callable[[int, Kind, Path], None], kind: Kind, folder: Path, rank: int, meeting: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
+    def act() -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=kind.world_size)
         job(rank, kind, folder)
         dist.destroy_process_group()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+
+    return fork(act)
 
 
 def main(parent: Path, wanted: Any) -> None:

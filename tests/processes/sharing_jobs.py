@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +33,7 @@ from orchestrator.training.sharing import Gang, read_together
 from tests.checkpoint import shards
 from tests.checkpoint.sharded import cut, shard
 from tests.checkpoint.stores import CountingStore, CutStore
+from tests.processes.forks import fork
 from tests.training import states
 
 BASE = shards.checkpoint_id()
@@ -378,14 +378,10 @@ def run(job: Job, folder: Path) -> Any:
 
 
 def _fork(job: Job, folder: Path, rank: int) -> tuple[int, int]:
-    global _answers  # noqa: PLW0603 (once in each child)
     ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(theirs)
-        return pid, ours
-    status = 1
-    try:
+
+    def act() -> None:
+        global _answers  # noqa: PLW0603 (once in each child)
         _answers = theirs
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -396,12 +392,10 @@ def _fork(job: Job, folder: Path, rank: int) -> tuple[int, int]:
             timeout=timedelta(seconds=GROUP_SECONDS),
         )
         tell(job(rank, folder))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+
+    pid = fork(act)
+    os.close(theirs)
+    return pid, ours
 
 
 def _too_late(number: int, frame: Any) -> None:
