@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 Piece = bytes | bytearray | memoryview
 
@@ -72,4 +72,27 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove the object; removing one that is not there is no error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """A write that has begun and has not ended: somebody is at it, or was killed."""
+
+    key: str
+    """The object that it is to become, or the folder where that would be."""
+    token: str
+    """What the store calls it."""
+
+
+@runtime_checkable
+class SweepableStore(Protocol):
+    """A store in which killed writers leave something behind that costs space and is never listed as an object."""
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """All unfinished writes below `prefix`. Whose writer lives, nobody can tell. Raises StoreError."""
+        ...
+
+    def discard(self, write: Unfinished) -> None:
+        """Remove what has arrived of it. Its writer, if it lives, fails and says so. No error if it is gone."""
         ...

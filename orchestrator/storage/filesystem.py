@@ -7,7 +7,7 @@ overwrite; O_EXCL on the final name would show half an object.
 Symbolic links below the root are no part of the store: they are followed for nothing, so that no key leads outside.
 The root itself may be one. Empty folders stay behind after deletes; they are invisible in listings.
 
-Not here: retries, and removing what killed writers left (`.tmp-*`). Called through `storage/opening`.
+What killed writers left (`.tmp-*`) is listed by `unfinished`. Not here: retries. Called through `storage/opening`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreDeniedError, StoreError, StoreFullError
 from orchestrator.storage.arguments import TEMPORARY_PREFIX, byte_views, check_range, key_parts, prefix_parts
-from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.base import Entry, Piece, Unfinished
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_TEMPORARY = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -104,6 +104,31 @@ class FolderStore:
         *folders, name = key_parts(key)
         try:
             with self._opened_folder(key, folders) as folder, self._translated(key):
+                os.unlink(name, dir_fd=folder)
+        except NotFoundError:
+            pass
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """See SweepableStore: temporary files, by folder. What is written into one is not looked at."""
+        folders, beginning = prefix_parts(prefix)
+        found: list[str] = []
+        try:
+            with self._opened_folder(prefix, folders) as folder, self._translated(prefix):
+                for path, child in _files(folder, "".join(f"{name}/" for name in folders), beginning):
+                    if child.name.startswith(TEMPORARY_PREFIX):
+                        found.append(f"{path}{child.name}")
+        except NotFoundError:
+            pass
+        return iter([Unfinished(key=path.rpartition("/")[0], token=path) for path in sorted(found)])
+
+    def discard(self, write: Unfinished) -> None:
+        """See SweepableStore."""
+        *folders, name = write.token.split("/")
+        key_parts("/".join([*folders, name.removeprefix(TEMPORARY_PREFIX)]))
+        if not name.startswith(TEMPORARY_PREFIX):
+            raise StoreError(write.token, "is no unfinished write")
+        try:
+            with self._opened_folder(write.token, folders) as folder, self._translated(write.token):
                 os.unlink(name, dir_fd=folder)
         except NotFoundError:
             pass
@@ -328,21 +353,26 @@ def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 def _collect(folder: int, path: str, beginning: str, found: list[Entry]) -> None:
     """Adds the objects below `folder` whose name there starts with `beginning`; `path` is the folder's key part."""
+    for where, child in _files(folder, path, beginning):
+        if not child.name.startswith(TEMPORARY_PREFIX):
+            with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                found.append(Entry(key=f"{where}{child.name}", size_bytes=child.stat(follow_symlinks=False).st_size))
+
+
+def _files(folder: int, path: str, beginning: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(key part of its folder, file) of all files below `folder`; each is to be looked at before the next is asked."""
     with os.scandir(folder) as children:
         names = [child for child in children if child.name.startswith(beginning)]
     for child in names:
-        if child.name.startswith(TEMPORARY_PREFIX):
-            continue
         try:
             if child.is_dir(follow_symlinks=False):
                 below = os.open(child.name, _OPEN_FOLDER | os.O_NOFOLLOW, dir_fd=folder)
                 try:
-                    _collect(below, f"{path}{child.name}/", "", found)
+                    yield from _files(below, f"{path}{child.name}/", "")
                 finally:
                     os.close(below)
             elif child.is_file(follow_symlinks=False):
-                size_bytes = os.stat(child.name, dir_fd=folder, follow_symlinks=False).st_size
-                found.append(Entry(key=f"{path}{child.name}", size_bytes=size_bytes))
+                yield path, child
         except FileNotFoundError:
             continue  # deleted since the folder was read
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreUnavailableError
-from orchestrator.storage.base import Entry, ObjectStore, Piece
+from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished
 
 _COMPARED_BYTES = 4 << 20
 """Read back at a time, where an object may be our own."""
@@ -117,6 +117,19 @@ class RetryingStore:
     def delete(self, key: str) -> None:
         """See the port."""
         self._patience.call(lambda: self._within.delete(key))
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """See SweepableStore; none where the store within leaves none."""
+        within = self._within
+        if not isinstance(within, SweepableStore):
+            return iter(())
+        return iter(self._patience.call(lambda: list(within.unfinished(prefix))))
+
+    def discard(self, write: Unfinished) -> None:
+        """See SweepableStore."""
+        within = self._within
+        if isinstance(within, SweepableStore):
+            self._patience.call(lambda: within.discard(write))
 
     def _holds(self, key: str, pieces: Iterable[Piece]) -> bool:
         """Whether the object's bytes are those of the pieces."""

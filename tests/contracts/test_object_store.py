@@ -24,11 +24,12 @@ from aiohttp import web
 
 from orchestrator.agent.objects import object_routes, token_middleware
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
-from orchestrator.storage.base import Entry, ObjectStore, Piece
+from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished
 from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.storage.peers import PeerStore
 from orchestrator.storage.retrying import Patience, RetryingStore
+from orchestrator.storage.s3.parts import PART_BYTES
 from orchestrator.storage.s3.store import S3Store
 from tests.s3_servers import S3Servers
 
@@ -42,6 +43,8 @@ class Stores:
 
     write: ObjectStore
     read: ObjectStore
+    leaves_unfinished: bool = False
+    """Killed writers leave something behind, and the store can tell what."""
 
 
 @contextmanager
@@ -53,14 +56,14 @@ def memory(folder: Path, servers: S3Servers) -> Iterator[Stores]:
 @contextmanager
 def folder_store(folder: Path, servers: S3Servers) -> Iterator[Stores]:
     store = FolderStore(folder / "store")
-    yield Stores(write=store, read=store)
+    yield Stores(write=store, read=store, leaves_unfinished=True)
 
 
 @contextmanager
 def peer(folder: Path, servers: S3Servers) -> Iterator[Stores]:
     store = FolderStore(folder / "store")
     with served(store) as base_url, PeerStore(base_url, TOKEN) as reader:
-        yield Stores(write=store, read=reader)
+        yield Stores(write=store, read=reader, leaves_unfinished=True)
 
 
 @contextmanager
@@ -84,7 +87,7 @@ def localbucket(folder: Path, servers: S3Servers) -> Iterator[Stores]:
 @contextmanager
 def s3_store(name: str, servers: S3Servers) -> Iterator[Stores]:
     store = S3Store(servers.shared(name).bucket())
-    yield Stores(write=store, read=store)
+    yield Stores(write=store, read=store, leaves_unfinished=name != "localbucket")  # that one cannot list uploads
     store.close()
 
 
@@ -394,6 +397,52 @@ def test_a_write_whose_pieces_fail_leaves_nothing(store: ObjectStore, tmp_path: 
         store.create("a/key", pieces())
     assert list(store.entries("")) == []
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+LARGE = bytes(PART_BYTES + 1)
+"""More than every store sends in one request."""
+
+
+def unfinished(store: ObjectStore, prefix: str = "") -> list[Unfinished]:
+    return list(store.unfinished(prefix)) if isinstance(store, SweepableStore) else []
+
+
+def test_an_unfinished_write_is_listed_as_one_until_its_end(stores: Stores) -> None:
+    """Killed writers leave them for ever, and somebody pays for them (F69)."""
+    store, seen = stores.write, list[Unfinished]()
+
+    def pieces() -> Iterator[bytes]:
+        yield LARGE
+        yield b"more"
+        seen.extend(unfinished(store, "a/"))
+        assert unfinished(store, "b/") == []
+
+    store.create("a/key", pieces())
+    assert unfinished(store) == []
+    assert all(write.key in ("a", "a/key") for write in seen)
+    assert len(seen) == (1 if stores.leaves_unfinished else 0)
+
+
+def test_a_write_that_is_discarded_fails_and_leaves_nothing(stores: Stores) -> None:
+    store = stores.write
+
+    def pieces() -> Iterator[bytes]:
+        yield LARGE
+        yield b"more"
+        assert isinstance(store, SweepableStore)
+        for write in unfinished(store):
+            store.discard(write)
+            store.discard(write)
+        yield b"and more"
+
+    if not stores.leaves_unfinished:
+        return
+    with pytest.raises(StoreError):
+        store.create("a/key", pieces())
+    assert unfinished(store) == []
+    assert list(store.entries("")) == []
+    store.create("a/key", [b"again"])
+    assert store.read("a/key") == b"again"
 
 
 # ---------------------------------------------------------------------------------------------- create-if-absent

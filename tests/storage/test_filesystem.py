@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreDeniedError, StoreError, StoreFullError
+from orchestrator.storage.base import Unfinished
 from orchestrator.storage.filesystem import FolderStore
 
 REPOSITORY = Path(__file__).parents[2]
@@ -308,6 +309,14 @@ def test_no_key_leads_outside(store: FolderStore, tmp_path: Path) -> None:
             store.create(key, [b"x"])
     assert [entry.key for entry in store.entries("")] == ["inside"]
     assert files_in(outside) == ["secret"]
+
+
+@pytest.mark.parametrize("token", ["a/key", "../.tmp-1", ".tmp-", "a/.tmp-x/key", "/.tmp-1"])
+def test_only_unfinished_writes_are_discarded(store: FolderStore, token: str) -> None:
+    store.create("a/key", [b"x"])
+    with pytest.raises(StoreError):
+        store.discard(Unfinished(key="a", token=token))
+    assert store.read("a/key") == b"x"
 
 
 def test_the_root_may_be_a_link(tmp_path: Path) -> None:

@@ -79,11 +79,18 @@ class Bucket:
 
     def objects(self, prefix: str) -> Iterator[dict[str, Any]]:
         """The objects whose keys start with `prefix`, as S3 describes them, with our keys. Raises StoreError."""
-        with self._translated("list_objects_v2", prefix):
+        return self._listed("list_objects_v2", "Contents", prefix)
+
+    def uploads(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """The uploads in parts whose keys do, which nobody has completed. Raises StoreError, UnsupportedError."""
+        return self._listed("list_multipart_uploads", "Uploads", prefix)
+
+    def _listed(self, operation: str, what: str, prefix: str) -> Iterator[dict[str, Any]]:
+        with self._translated(operation, prefix):
             size = {"PageSize": LISTED_AT_ONCE}
-            pages = self._made_client().get_paginator("list_objects_v2")
+            pages = self._made_client().get_paginator(operation)
             for page in pages.paginate(Bucket=self.name, Prefix=self.full_key(prefix), PaginationConfig=size):
-                for found in page.get("Contents", ()):
+                for found in page.get(what, ()):
                     yield {**found, "Key": found["Key"].removeprefix(self._prefix)}
 
     @contextmanager

@@ -5,8 +5,8 @@ shard that comes in pieces is a multipart upload: its parts leave while later pi
 completed under the same condition where the server knows it. There are servers that ignore the condition silently,
 so before its first write a store proves that a second one is refused.
 
-Not here: retries (`storage/retrying`), and removing the unfinished uploads that killed writers left (a lifecycle rule
-of the bucket does that). Called through `storage/opening`.
+Uploads in parts that killed writers left are listed by `unfinished`. Not here: retries (`storage/retrying`). Called
+through `storage/opening`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
-from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.base import Entry, Piece, Unfinished
 from orchestrator.storage.s3.bucket import Body, Bucket
-from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError
+from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError, UploadGoneError
 from orchestrator.storage.s3.parts import PART_BYTES, Part, cut, whole
 from orchestrator.storage.s3.upload import Abilities, Again, nothing_done, upload
 
@@ -113,6 +113,21 @@ class S3Store:
         key_parts(key)
         with contextlib.suppress(NotFoundError):
             self._bucket.call("delete_object", key)
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """See SweepableStore: uploads in parts. None where the server cannot list them."""
+        prefix_parts(prefix)
+        try:
+            found = [Unfinished(key=one["Key"], token=one["UploadId"]) for one in self._bucket.uploads(prefix)]
+        except UnsupportedError:
+            return iter(())
+        return iter(sorted((write for write in found if _is_key(write.key)), key=lambda write: write.key))
+
+    def discard(self, write: Unfinished) -> None:
+        """See SweepableStore."""
+        key_parts(write.key)
+        with contextlib.suppress(UploadGoneError):
+            self._bucket.call("abort_multipart_upload", write.key, UploadId=write.token)
 
     def close(self) -> None:
         """Closes the idle connections. The store stays usable."""
