@@ -9,9 +9,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError
@@ -38,6 +38,10 @@ class JobConfig(BaseModel):
     """Training processes per node, usually one per GPU."""
     save_every: Annotated[int, Field(ge=0)] = 1000
     """Steps between periodic checkpoints; 0: only on notice, on request and at the end."""
+    keep_last: Annotated[int, Field(ge=0)] = 0
+    """Newest committed checkpoints that are kept, older ones are deleted; 0: all are kept."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Besides, the first checkpoint of every so many steps is kept for good; 0: none. Needs keep_last."""
     grace_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """Seconds that a signal leaves where its sender does not say (30: what most clouds give at least)."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
@@ -110,6 +114,11 @@ class JobConfig(BaseModel):
             raise ValueError("nothing to run; give it after --, or as a list in the file")
         return value
 
+    @model_validator(mode="after")
+    def _keep_every_of_what(self) -> Self:
+        check_keep(self.keep_last, self.keep_every)
+        return self
+
     @property
     def nodes_min(self) -> int:
         """Smallest number of nodes."""
@@ -128,12 +137,20 @@ class JobConfig(BaseModel):
             nodes_max=self.nodes_max,
             workers_per_node=self.workers_per_node,
             save_every_steps=self.save_every,
+            keep_last=self.keep_last,
+            keep_every_steps=self.keep_every,
             grace_seconds=self.grace_seconds,
             failures_max=self.max_failures,
             gather_seconds=self.gather_seconds,
             reform_seconds=self.reform_seconds,
             start_seconds=self.start_seconds,
         )
+
+
+def check_keep(keep_last: int, keep_every: int) -> None:
+    """Raises ValueError if checkpoints are to be kept that would be kept anyway: something else was meant."""
+    if keep_every and not keep_last:
+        raise ValueError("keep_every: needs keep_last; without it all checkpoints are kept")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@
     │   ├── StoreFullError     no space left, or a quota is used up
     │   ├── StoreDeniedError   not readable or not writable for this user
     │   └── StoreUnavailableError  no answer, or "come again later": the same request may succeed soon
+    ├── SweepRefusedError      nothing is deleted: something on the store cannot be read, or is being changed
     ├── FormatError            bytes are not what the format says
     │   ├── VersionError       written by a format version that this release does not know
     │   └── DigestError        size or crc32c differ from what was committed
@@ -123,6 +124,10 @@ class StoreUnavailableError(StoreError):
         super().__init__(key, problem)
         self.maybe_done = maybe_done
         self.retry_after_seconds = retry_after_seconds
+
+
+class SweepRefusedError(OrchestratorError):
+    """Nothing is deleted, because something on the store cannot be read, or is just being changed."""
 
 
 class FormatError(OrchestratorError):

@@ -1,4 +1,4 @@
-"""The supervisor's store actions, carried out: open a generation, commit, abandon, record the end.
+"""The supervisor's store actions, carried out: open a generation, commit, abandon, sweep, record the end.
 
 Used by `agent.node`. Each returns the event to report; errors of the store become events, never a crash.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.checkpoint import generations, save
+from orchestrator.checkpoint.retention import Keep
+from orchestrator.checkpoint.sweeping import Sweeper
 from orchestrator.clock import Clock
 from orchestrator.core.messages import (
     Abandon,
@@ -26,6 +28,8 @@ from orchestrator.core.messages import (
     Outcome,
     RecordEnd,
     Refusal,
+    Sweep,
+    Swept,
 )
 from orchestrator.errors import (
     FencedError,
@@ -46,6 +50,8 @@ class StoreActions:
         self._settings = settings
         self._store = store
         self._clock = clock
+        self._sweeper = Sweeper(store, clock.monotonic)
+        self._sweeping = asyncio.Lock()
         self._who = generations.Claimant(
             job=settings.job, owner=settings.owner, claimant=settings.claimant, take_over=settings.take_over
         )
@@ -104,8 +110,32 @@ class StoreActions:
         reached("after-index", step=step)
         return IndexDecided(node=node, generation=generation, step=step, committed=committed)
 
+    async def sweep(self, action: Sweep) -> Swept:
+        """Delete what is not kept and what was left behind. One after another: a new supervisor may ask again."""
+        node, generation = self._settings.node, action.generation
+        keep = Keep(last=action.keep_last, every_steps=action.keep_every_steps)
+        try:
+            async with self._sweeping:
+                done = await asyncio.to_thread(
+                    self._sweeper.sweep, generation, keep, action.in_flight, action.grace_seconds
+                )
+        except OrchestratorError as error:
+            return Swept(node=node, generation=generation, problem=str(error))
+        return Swept(
+            node=node,
+            generation=generation,
+            retired=done.retired,
+            abandoned=done.abandoned,
+            committed=done.committed,
+            unfinished=done.unfinished,
+            freed_bytes=done.freed_bytes,
+        )
+
     async def record_end(self, action: RecordEnd) -> EndRecorded:
-        """Write the end record."""
+        """Write the end record. Where the job is done there is time to let the last sweep end first."""
+        if action.outcome is Outcome.DONE:
+            async with self._sweeping:
+                pass
         try:
             await asyncio.to_thread(
                 generations.record_end, self._store, self._who, action.outcome, action.reason, self._clock.wall()

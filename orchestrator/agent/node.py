@@ -54,6 +54,7 @@ from orchestrator.core.messages import (
     RecordEnd,
     Settled,
     Staged,
+    Sweep,
     TakeBack,
     Upload,
     Uploaded,
@@ -277,6 +278,8 @@ class Agent:
                 self._spawn(self._report(self._actions.abandon(action)))
             case HandOver():
                 self._spawn(self._hand_overs.take(action))
+            case Sweep():
+                self._spawn(self._report(self._actions.sweep(action)))
             case RecordEnd():
                 self._spawn(self._report(self._actions.record_end(action)))
             case LaunchWorkers() | TakeBack() | Prepare() | Decide() | EndWorkers() | Upload() | Settled():

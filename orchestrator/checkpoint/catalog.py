@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_in_order
 from orchestrator.checkpoint.save import read_index
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import FormatError, VersionError
+from orchestrator.errors import FormatError, NotFoundError, VersionError
 from orchestrator.storage.base import ObjectStore
 
 
@@ -51,6 +51,12 @@ class Catalog:
         return next(usable, None)
 
 
+def claimed(store: ObjectStore) -> list[int]:
+    """The numbers of all claims, from the listing alone."""
+    numbers = (fmt.parse_generation_key(entry.key) for entry in store.entries("generations/"))
+    return [number for number in numbers if number is not None]
+
+
 def read_generations(store: ObjectStore) -> dict[int, fmt.GenerationRecord]:
     """All claims by number."""
     claims = [entry for entry in store.entries("generations/") if fmt.parse_generation_key(entry.key) is not None]
@@ -63,16 +69,38 @@ def read_generations(store: ObjectStore) -> dict[int, fmt.GenerationRecord]:
     return found
 
 
-def survey(store: ObjectStore) -> Catalog:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What an index says about its checkpoint: all that the judgement needs of it."""
+
+    abandoned: str | None
+    """Why, if it was."""
+    world_size: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """File name → bytes, of every shard and receipt that must be there."""
+
+
+Known = dict[CheckpointId, Decided]
+"""Indexes that were read before: they are written once, so whoever looks often need not read them again."""
+
+
+def survey(store: ObjectStore, known: Known | None = None) -> Catalog:
     """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing."""
     generations = read_generations(store)
+    known = {} if known is None else known
+    files = checkpoint_files(store)
+    entries = [_judge(store, checkpoint, files[checkpoint], generations, known) for checkpoint in sorted(files)]
+    return Catalog(entries=tuple(reversed(entries)), generations=generations)
+
+
+def checkpoint_files(store: ObjectStore) -> dict[CheckpointId, dict[str, int]]:
+    """Of every checkpoint folder: file name → bytes."""
     folders: dict[CheckpointId, dict[str, int]] = {}
     for entry in store.entries("checkpoints/"):
         parsed = fmt.parse_checkpoint_key(entry.key)
         if parsed is not None:
             folders.setdefault(parsed[0], {})[parsed[1]] = entry.size_bytes
-    entries = [_judge(store, checkpoint, folders[checkpoint], generations) for checkpoint in sorted(folders)]
-    return Catalog(entries=tuple(reversed(entries)), generations=generations)
+    return folders
 
 
 def _judge(
@@ -80,42 +108,58 @@ def _judge(
     checkpoint: CheckpointId,
     files: Mapping[str, int],
     generations: Mapping[int, fmt.GenerationRecord],
+    known: Known,
 ) -> CatalogEntry:
     standing, world_size, problem = Standing.UNDECIDED, None, None
-    if "index.json" in files:
+    if fmt.RETIRED in files:
+        standing = Standing.RETIRED
+    elif "index.json" in files:
         try:
-            index = read_index(store, checkpoint)
+            decided = known.get(checkpoint) or _decided(store, checkpoint)
+            known[checkpoint] = decided
+            world_size = decided.world_size
+            standing, problem = _judge_decided(checkpoint, decided, files, generations)
         except VersionError as error:
-            index, standing, problem = None, Standing.NEWER_FORMAT, str(error)
+            standing, problem = Standing.NEWER_FORMAT, str(error)
         except FormatError as error:
-            index, standing, problem = None, Standing.DAMAGED, str(error)
-        if isinstance(index, fmt.AbandonedIndex):
-            standing, problem = Standing.ABANDONED, index.reason
-        elif isinstance(index, fmt.Index):
-            world_size = index.world_size
-            standing, problem = _judge_committed(index, files, generations)
+            standing, problem = Standing.DAMAGED, str(error)
     size_bytes = sum(size for name, size in files.items() if name.startswith("shard-"))
     return CatalogEntry(id=checkpoint, standing=standing, size_bytes=size_bytes, world_size=world_size, problem=problem)
 
 
-def _judge_committed(
-    index: fmt.Index, files: Mapping[str, int], generations: Mapping[int, fmt.GenerationRecord]
-) -> tuple[Standing, str | None]:
-    if "quarantine.json" in files:
-        return Standing.QUARANTINED, None
-    if "retired.json" in files:
-        return Standing.RETIRED, None
-    if index.step > rollback_bound(generations, index.generation):
-        return Standing.ROLLED_BACK, None
+def _decided(store: ObjectStore, checkpoint: CheckpointId) -> Decided:
+    index = read_index(store, checkpoint)
+    if index is None:
+        raise NotFoundError(fmt.index_key(checkpoint), "it was there a moment ago, and is gone")
+    if isinstance(index, fmt.AbandonedIndex):
+        return Decided(abandoned=index.reason)
+    sizes = {}
     for shard in index.shards:
-        for key, size_bytes in (
-            (fmt.shard_key(index.id, shard.rank, index.world_size), shard.size_bytes),
-            (fmt.receipt_key(index.id, shard.rank, index.world_size), shard.receipt_bytes),
-        ):
-            name = key.rpartition("/")[2]
-            if files.get(name) != size_bytes:
-                found = "is missing" if name not in files else f"has {files[name]} bytes"
-                return Standing.DAMAGED, f"{name} {found}, the index says {size_bytes} bytes"
+        sizes[_name(fmt.shard_key(index.id, shard.rank, index.world_size))] = shard.size_bytes
+        sizes[_name(fmt.receipt_key(index.id, shard.rank, index.world_size))] = shard.receipt_bytes
+    return Decided(abandoned=None, world_size=index.world_size, sizes=sizes)
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def _judge_decided(
+    checkpoint: CheckpointId,
+    decided: Decided,
+    files: Mapping[str, int],
+    generations: Mapping[int, fmt.GenerationRecord],
+) -> tuple[Standing, str | None]:
+    if decided.abandoned is not None:
+        return Standing.ABANDONED, decided.abandoned
+    if fmt.QUARANTINE in files:
+        return Standing.QUARANTINED, None
+    if checkpoint.step > rollback_bound(generations, checkpoint.generation):
+        return Standing.ROLLED_BACK, None
+    for name, size_bytes in decided.sizes.items():
+        if files.get(name) != size_bytes:
+            found = "is missing" if name not in files else f"has {files[name]} bytes"
+            return Standing.DAMAGED, f"{name} {found}, the index says {size_bytes} bytes"
     return Standing.COMMITTED, None
 
 

@@ -251,7 +251,24 @@ class EndRecord(_Record):
     wall_seconds: float
 
 
+class Marker(_Record):
+    """Beside an index: the checkpoint is being deleted (`retired.json`), or was found bad (`quarantine.json`).
+
+    For people: that it is there decides, whatever it holds.
+    """
+
+    version: int
+    generation: Count
+    step: Count
+    by_generation: Count
+    """The generation that was at work; who came between two of them."""
+    reason: str
+
+
 # -------------------------------------------------------------------------------------------------- keys
+
+RETIRED = "retired.json"
+QUARANTINE = "quarantine.json"
 
 
 def generation_key(generation: int) -> str:
@@ -277,6 +294,16 @@ def folder_key(checkpoint: CheckpointId) -> str:
 def index_key(checkpoint: CheckpointId) -> str:
     """The index of a checkpoint."""
     return f"{folder_key(checkpoint)}/index.json"
+
+
+def retired_key(checkpoint: CheckpointId) -> str:
+    """Says that a checkpoint is being deleted, or was."""
+    return f"{folder_key(checkpoint)}/{RETIRED}"
+
+
+def quarantine_key(checkpoint: CheckpointId) -> str:
+    """Says that a checkpoint was found bad."""
+    return f"{folder_key(checkpoint)}/{QUARANTINE}"
 
 
 def shard_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:

@@ -11,7 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.catalog import Catalog, Standing, read_generations, rollback_bound, survey
+from orchestrator.checkpoint.catalog import (
+    Catalog,
+    Standing,
+    checkpoint_files,
+    read_generations,
+    rollback_bound,
+    survey,
+)
 from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
 from orchestrator.checkpoint.save import commit_draft, draft_index
 from orchestrator.core.messages import CheckpointId, Outcome
@@ -203,15 +210,10 @@ def _claim(store: ObjectStore, who: Claimant, number: int, wall_seconds: float) 
 def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
     """Commit every undecided checkpoint whose receipts are all there and whose shards have the right sizes."""
     generations = read_generations(store)
-    folders: dict[CheckpointId, set[str]] = {}
-    for entry in store.entries("checkpoints/"):
-        parsed = fmt.parse_checkpoint_key(entry.key)
-        if parsed is not None:
-            folders.setdefault(parsed[0], set()).add(parsed[1])
     done: list[CheckpointId] = []
-    for checkpoint, names in sorted(folders.items()):
+    for checkpoint, files in sorted(checkpoint_files(store).items()):
         bounded = checkpoint.step > rollback_bound(generations, checkpoint.generation)
-        if bounded or names & {"index.json", "retired.json", "quarantine.json"}:
+        if bounded or files.keys() & {"index.json", fmt.RETIRED, fmt.QUARANTINE}:
             continue
         draft = _draft(store, checkpoint)
         if draft is not None and commit_draft(store, checkpoint, draft):
@@ -226,6 +228,15 @@ def _draft(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:
     except FormatError:
         return None
     return None if isinstance(draft, str) else draft
+
+
+def read_base(store: ObjectStore, generation: int) -> fmt.BaseRecord | None:
+    """The base record of a generation, if it is there already."""
+    key = fmt.base_key(generation)
+    try:
+        return fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+    except NotFoundError:
+        return None
 
 
 def read_end(store: ObjectStore, generation: int) -> fmt.EndRecord | None:

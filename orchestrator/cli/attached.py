@@ -46,6 +46,8 @@ class AttachedSettings(BaseModel):
     store: str
     job: str
     save_every: int
+    keep_last: int
+    keep_every: int
     world_size: int
 
 
@@ -108,6 +110,8 @@ async def supervise(settings: AttachedSettings, state: StateFolder, url: str) ->
         nodes_max=1,
         workers_per_node=settings.world_size,
         save_every_steps=settings.save_every,
+        keep_last=settings.keep_last,
+        keep_every_steps=settings.keep_every,
         attached=True,
     )
     log = EventLog(json_lines_sink(state.path / "events.jsonl"))

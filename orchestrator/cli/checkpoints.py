@@ -1,7 +1,7 @@
-"""`orchestrator checkpoints list | show | verify URL`: what is in a job's folder, read straight from the store.
+"""`orchestrator checkpoints list | show | verify | prune URL`: what is in a job's folder, straight from the store.
 
-Read-only, and no running job is needed. Only committed checkpoints are ever called usable; everything else is listed
-as what it is. No torch: `verify` compares bytes with the digests in the index.
+All but `prune` only read, and no running job is needed. Only committed checkpoints are ever called usable; everything
+else is listed as what it is. No torch: `verify` compares bytes with the digests in the index.
 """
 
 from __future__ import annotations
@@ -120,6 +120,43 @@ def verify(
     if json_output:
         print_json([asdict(finding) | {"ok": finding.ok} for finding in findings])
     _conclude(findings, every=every)
+
+
+@checkpoints.command()
+def prune(
+    url: Url,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, metavar="K", help="Keep the K newest committed.")],
+    keep_every: Annotated[
+        int, typer.Option("--keep-every", min=0, metavar="STEPS", help="Keep the first one of every STEPS as well.")
+    ] = 0,
+    job: JobName = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Delete old checkpoints. Never the newest committed one, nor that from which the job started last.
+
+    Safe beside a running job; `orchestrator run --keep-last K` does the same after each commit.
+    """
+    from orchestrator.checkpoint.retention import Keep
+    from orchestrator.checkpoint.sweeping import delete_shards, retire, verdicts
+
+    store, keep = open_job(url, job), Keep(last=keep_last, every_steps=keep_every)
+    catalog = _survey(store)
+    generation = max(catalog.generations, default=0)
+    found = verdicts(store, catalog, generation, keep)
+    going = [verdict for verdict in found if not verdict.keep]
+    if not dry_run:
+        retire(store, catalog, generation, keep)
+        with talk().status(f"deleting {len(going)} checkpoints"):
+            half_deleted = [one.id for one in catalog.entries if str(one.standing) == "retired" and one.size_bytes]
+            delete_shards(store, generation, [*half_deleted, *(verdict.id for verdict in going)])
+    if json_output:
+        print_json([asdict(verdict) | {"id": str(verdict.id)} for verdict in found])
+    else:
+        rows = [(one.id, "keep" if one.keep else "delete", size_text(one.size_bytes), one.reason) for one in found]
+        output().print(table(("checkpoint", "", "size", "why"), rows))
+    size = size_text(sum(verdict.size_bytes for verdict in going))
+    say(f"{len(going)} of {len(found)} checkpoints, {size}, {'would be' if dry_run else 'are'} deleted")
 
 
 # --------------------------------------------------------------------------------------------- what is there

@@ -54,6 +54,12 @@ def run(
     save_every: Annotated[
         str | None, typer.Option(metavar="STEPS", help="Steps between checkpoints; 0: only on notice and at the end.")
     ] = None,
+    keep_last: Annotated[
+        str | None, typer.Option(metavar="K", help="Delete all but the K newest checkpoints; not given: delete none.")
+    ] = None,
+    keep_every: Annotated[
+        str | None, typer.Option(metavar="STEPS", help="Besides, keep the first checkpoint of every STEPS for good.")
+    ] = None,
     grace_seconds: Annotated[
         str | None, typer.Option(metavar="S", help="Time that a signal leaves where its sender does not say.")
     ] = None,
@@ -90,6 +96,8 @@ def run(
         "nodes": nodes,
         "workers_per_node": workers_per_node,
         "save_every": save_every,
+        "keep_last": keep_last,
+        "keep_every": keep_every,
         "grace_seconds": grace_seconds,
         "max_failures": max_failures,
         "staging": staging,
@@ -182,10 +190,17 @@ def _print_plan(settings: JobConfig, *, as_json: bool) -> None:
         ("world size", f"{found['world_size_min']} to {found['world_size_max']}"),
         ("command", " ".join(found["command"])),
         ("save every", f"{found['save_every']} steps" if found["save_every"] else "on notice and at the end only"),
+        ("keep", _kept(found["keep_last"], found["keep_every"])),
         ("variables", " ".join(found["variables"])),
         ("staging folder", f"{found['staging']} ({size_text(found['staging_free_bytes'])} free)"),
     ]
     output().print(facts(rows))
+
+
+def _kept(last: int, every: int) -> str:
+    if last == 0:
+        return "all checkpoints"
+    return f"the newest {last}" + (f", and the first of every {every} steps" if every else "")
 
 
 def plan(settings: JobConfig) -> dict[str, Any]:
@@ -203,6 +218,8 @@ def plan(settings: JobConfig) -> dict[str, Any]:
         "world_size_max": settings.nodes_max * settings.workers_per_node,
         "command": list(settings.command),
         "save_every": settings.save_every,
+        "keep_last": settings.keep_last,
+        "keep_every": settings.keep_every,
         "grace_seconds": settings.grace_seconds,
         "max_failures": settings.max_failures,
         "variables": list(VARIABLES),

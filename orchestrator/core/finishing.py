@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orchestrator.core import sweeping
 from orchestrator.core.messages import EndRecorded, Finish, Outcome, RecordEnd, ReleaseNode
 from orchestrator.core.states import Job, Phase, Trigger
 from orchestrator.core.turn import Turn
@@ -37,6 +38,8 @@ def record(turn: Turn) -> None:
         finish(turn, job.ending.exit_code, reason_of(job))
         return
     turn.set(opener=node)
+    if job.ending.outcome is Outcome.DONE:
+        sweeping.sweep_last(turn, node)
     turn.do(RecordEnd(node=node, outcome=job.ending.outcome, reason=reason_of(job)))
 
 

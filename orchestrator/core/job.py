@@ -1,8 +1,8 @@
 """The decision maker: `step(job, event, now) → (job, actions)`. Pure: same values in, same values out.
 
 The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
-`returning`, `leaving`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`, `settling`;
-`clearing` and `finishing` end a generation and the job. Imports among them point down only. The
+`returning`, `leaving`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`, `settling`,
+`sweeping`; `clearing` and `finishing` end a generation and the job. Imports among them point down only. The
 supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
 """
 
@@ -25,6 +25,7 @@ from orchestrator.core import (
     returning,
     settling,
     shards,
+    sweeping,
 )
 from orchestrator.core.messages import (
     Action,
@@ -49,6 +50,7 @@ from orchestrator.core.messages import (
     Requested,
     SaveAsked,
     Staged,
+    Swept,
     Tick,
     Uploaded,
     UploadFailed,
@@ -61,7 +63,7 @@ __all__ = ["TRANSITIONS", "Job", "JobSpec", "Phase", "Trigger", "new_job", "step
 
 def new_job(spec: JobSpec, now_seconds: float) -> Job:
     """A job before its first node."""
-    return Job(spec=spec, wanted_nodes=spec.nodes_max, since_seconds=now_seconds)
+    return Job(spec=spec, wanted_nodes=spec.nodes_max, since_seconds=now_seconds, swept_at_seconds=now_seconds)
 
 
 def step(job: Job, event: Event, now_seconds: float) -> tuple[Job, tuple[Action, ...]]:
@@ -121,6 +123,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             exits.on_rank_exited(turn, event)
         case EndRecorded():
             finishing.on_end_recorded(turn, event)
+        case Swept():
+            sweeping.on_swept(turn, event)
         case Requested():
             leaving.on_requested(turn, event)
         case Tick():
@@ -151,5 +155,6 @@ def _on_tick(turn: Turn) -> None:
         forming.request_missing(turn)
     if job.phase is Phase.RUNNING:
         overdue.watch(turn)
+        sweeping.consider(turn)
         if growing.grow_if_worth_it(turn):
             proposing.drive(turn)

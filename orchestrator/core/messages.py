@@ -349,6 +349,22 @@ class EndRecorded:
     reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """A sweep has ended. `problem`: why it did not do all that it should."""
+
+    node: str
+    generation: int
+    retired: tuple[CheckpointId, ...] = ()
+    abandoned: tuple[CheckpointId, ...] = ()
+    committed: tuple[CheckpointId, ...] = ()
+    """Undecided ones that were found to be whole."""
+    unfinished: int = 0
+    """Writes of which a part had arrived, and which nobody went on with."""
+    freed_bytes: int = 0
+    problem: str | None = None
+
+
 class Request(StrEnum):
     """What a person may ask of a running job."""
 
@@ -393,6 +409,7 @@ Event = (
     | IndexFailed
     | RankExited
     | EndRecorded
+    | Swept
     | Requested
     | Tick
 )
@@ -546,6 +563,18 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Delete what is not kept, and what nobody has gone on with for `grace_seconds`, but nothing of `in_flight`."""
+
+    node: str
+    generation: int
+    keep_last: int
+    keep_every_steps: int
+    in_flight: tuple[CheckpointId, ...]
+    grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordEnd:
     """Write the end record of the newest generation that is ours."""
 
@@ -589,6 +618,7 @@ Action = (
     | Commit
     | Abandon
     | Settled
+    | Sweep
     | RecordEnd
     | Note
     | Finish

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from orchestrator.core import sweeping
 from orchestrator.core.commit import Save, SaveState, committable, hopeless
 from orchestrator.core.ladder import PAUSE_SECONDS_MAX, growing_seconds
 from orchestrator.core.messages import Abandon, CheckpointId, Commit, IndexDecided, IndexFailed, Mode, Settled
@@ -76,6 +77,7 @@ def on_index_decided(turn: Turn, event: IndexDecided) -> None:
         known = turn.job.newest_committed
         newest = save.id if known is None else max(known, save.id)
         turn.commit_is_new()
+        sweeping.want(turn)
         turn.set(newest_committed=newest, committed_at_seconds=turn.now)
         seconds = turn.now - save.decided_at_seconds
         facts = turn.facts(seconds_since_agreed=seconds, size_bytes=save.size_bytes, mode=str(save.mode))

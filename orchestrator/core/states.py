@@ -120,6 +120,14 @@ class JobSpec:
     """A generation of which not every rank has attached by then has failed."""
     overdue_seconds: float = 600.0
     """No commit for longer than this, and than the time of three periodic saves, is an alarm."""
+    keep_last: int = 0
+    """Newest committed checkpoints that are kept; 0: all."""
+    keep_every_steps: int = 0
+    """Besides, the first one of every so many steps is kept; 0: none."""
+    sweep_seconds: float = 600.0
+    """Between two sweeps where no commit asks for one."""
+    sweep_grace_seconds: float = 3600.0
+    """What lies on the store undecided or unfinished, and unchanged for that long, is swept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +249,14 @@ class Job(Changeable):
     """Whether the alarm about the newest commit's age was given."""
     uncommitted_seconds: float = 0.0
     """Training time since the last commit, before the present phase."""
+    sweeper: str | None = None
+    """The node that sweeps just now."""
+    swept_at_seconds: float = 0.0
+    """When the last sweep was asked for, or the job began."""
+    sweep_wanted: bool = False
+    """Something was committed since then, and older ones may go."""
+    sweep_problem: str | None = None
+    """Why the last sweep did not do all that it should."""
     measured: Measured = NOTHING_MEASURED
     progress_at_seconds: float = 0.0
     """When the highest step rose last, or all ranks had attached."""

@@ -8,6 +8,7 @@ that take a fixed time. Called by `comparison`. Time is counted in whole microse
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -89,6 +90,7 @@ class Replay:
             nodes_max=scenario.nodes_max,
             workers_per_node=1,
             save_every_steps=scenario.save_every_steps,
+            sweep_seconds=math.inf,  # costs no training time
         )
         self.job = new_job(spec, 0.0)
         self._queue: list[tuple[int, int, Callable[[], None]]] = []

@@ -24,6 +24,8 @@ POINTS = (
     "before-index",
     "after-index",
     "after-base",
+    "after-retired",
+    "after-delete",
 )
 
 

@@ -74,6 +74,8 @@ class SimulatedStore:
             raise StoreError(key, "503 (simulated)")
 
     def _after(self, key: str) -> None:
+        if not self._weather.is_simulated:
+            return
         pause(self._weather.latency())
         if self._weather.fails():
             raise StoreError(key, "the answer was lost (simulated)")

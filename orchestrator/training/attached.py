@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from orchestrator.checkpoint.launch import Launch
@@ -24,7 +26,27 @@ START_SECONDS_MAX = 60.0
 DIE_WITH: dict[int, type[OrchestratorError]] = {2: ConfigError, 3: FencedError}
 
 
-def start(*, store: str, job: str, save_every: int) -> Launch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """What a script that nobody supervises asks of its own supervisor."""
+
+    store: str
+    job: str
+    save_every: int
+    keep_last: int
+    keep_every: int
+
+    def problems(self) -> Iterator[str]:
+        """What no supervisor could do."""
+        for name in ("save_every", "keep_last", "keep_every"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                yield f"attach({name}={value!r}): a whole number, 0 or more"
+        if self.keep_every and not self.keep_last:
+            yield "attach(keep_every=…) needs keep_last; without it all checkpoints are kept"
+
+
+def start(asked: Supervision) -> Launch:
     """Start what is missing and wait for this rank's launch file. Raises ConfigError, FencedError, SupervisorError."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
@@ -35,7 +57,7 @@ def start(*, store: str, job: str, save_every: int) -> Launch:
     folder = _meeting_folder(world_size)
     if rank == 0:
         _remove_left_over(folder.parent)
-        _start_supervisor(folder, store=store, job=_valid_name(job), save_every=save_every, world_size=world_size)
+        _start_supervisor(folder, asked, world_size)
     pid_path = folder / f"worker-{rank:05d}.pid"
     draft = pid_path.with_suffix(".draft")
     draft.write_text(str(os.getpid()))
@@ -71,12 +93,13 @@ def _valid_name(text: str) -> str:
     return name or "script"
 
 
-def _start_supervisor(folder: Path, *, store: str, job: str, save_every: int, world_size: int) -> None:
+def _start_supervisor(folder: Path, asked: Supervision, world_size: int) -> None:
+    job = _valid_name(asked.job)
     settings = {
+        **asdict(asked),
         "folder": str(folder),
-        "store": str(Path(store).resolve()) if "://" not in store else store,
+        "store": str(Path(asked.store).resolve()) if "://" not in asked.store else asked.store,
         "job": job,
-        "save_every": save_every,
         "world_size": world_size,
     }
     log = (folder / "supervisor.log").open("ab")
@@ -95,7 +118,7 @@ def _start_supervisor(folder: Path, *, store: str, job: str, save_every: int, wo
     process.returncode = 0  # it outlives us on purpose: no ResourceWarning, no wait
     sys.stderr.write(
         f"orchestrator: nobody supervises this script, so it supervises itself: checkpoints of job {job!r} go to "
-        f"{settings['store']}, every {save_every} steps, on SIGTERM and at the end\n"
+        f"{settings['store']}, every {asked.save_every} steps, on SIGTERM and at the end\n"
     )
 
 

@@ -54,6 +54,8 @@ def attach(
     store: str | None = None,
     job: str | None = None,
     save_every: int = 1000,
+    keep_last: int = 0,
+    keep_every: int = 0,
     accept: tuple[str, ...] = (),
     **others: Any,
 ) -> Run:
@@ -63,23 +65,29 @@ def attach(
     plain, in DDP, in `fully_shard`, or of DTensors, and need not be what it was when it was saved. All ranks call it at
     the same place: what all of them need may be read once, and broadcast over their process group. `data` is best an
     `orchestrator.ResumableSampler`; `others` are further objects with `state_dict` and `load_state_dict`, saved under
-    their keyword. `store`, `job` and `save_every` (steps) matter only when nobody has started the script under
-    `orchestrator run`: a folder or URL (default ./checkpoints), a name (default: the script's). `accept` names parts of
-    the resume gate that may differ from the checkpoint: "lr", "data", "rng".
+    their keyword. `accept` names parts of the resume gate that may differ from the checkpoint: "lr", "data", "rng".
+
+    The others matter only when nobody has started the script under `orchestrator run`: `store`, a folder or URL
+    (default ./checkpoints); `job`, a name (default: the script's); `save_every` steps; `keep_last` newest checkpoints
+    are kept, and the first one of every `keep_every` steps (0: all are kept).
 
     Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError;
     PeerError if it was another rank that could not restore.
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, **others}
     _only_once()
-    if type(save_every) is not int or save_every < 0:
-        raise ConfigError(f"attach(save_every={save_every!r}): a whole number of steps, 0 for none")
+    asked = attached.Supervision(
+        store=store or "checkpoints",
+        job=job or Path(sys.argv[0]).stem or "script",
+        save_every=save_every,
+        keep_last=keep_last,
+        keep_every=keep_every,
+    )
+    problems = tuple(asked.problems())
+    if problems:
+        raise ConfigError(*problems)
     launch_path = os.environ.get(LAUNCH_VARIABLE)
-    if launch_path is None:
-        script = Path(sys.argv[0])
-        launch = attached.start(store=store or "checkpoints", job=job or script.stem or "script", save_every=save_every)
-    else:
-        launch = Launch.read(Path(launch_path))
+    launch = attached.start(asked) if launch_path is None else Launch.read(Path(launch_path))
     return Run(launch, {name: value for name, value in given.items() if value is not None}, accept)
 
 

@@ -346,3 +346,79 @@ def test_a_bucket(command: Command, s3_servers: S3Servers, monkeypatch: pytest.M
     missing = command("checkpoints", "list", f"{jobs}/small/er")
     assert missing.exit_code == 1
     assert "is not the folder of a job" in missing.stderr
+
+
+# ------------------------------------------------------------------------------------------------- old ones go
+
+
+@pytest.fixture
+def grown(store: ObjectStore) -> ObjectStore:
+    """The same with two more committed ones; generation 2 began with nothing."""
+    save(store, 2, 50)
+    save(store, 2, 60)
+    base = fmt.BaseRecord(version=1, generation=2, checkpoint_generation=None, checkpoint_step=None)
+    store.create(fmt.base_key(2), [fmt.dump(base)])
+    return store
+
+
+def test_prune_says_what_goes_and_why_without_doing_it(command: Command, grown: ObjectStore) -> None:
+    before = list(grown.entries(""))
+    result = command("checkpoints", "prune", grown.url, "--keep-last", "2", "--keep-every", "40", "--dry-run")
+    assert result.exit_code == 0
+    rows = [[cell.strip() for cell in line.split("│")] for line in result.stdout.splitlines() if "g0000" in line]
+    assert [(row[1], row[2], row[4]) for row in rows] == [
+        ("g00000002-s0000000060", "keep", "one of the newest 2"),
+        ("g00000002-s0000000050", "keep", "one of the newest 2"),
+        ("g00000002-s0000000040", "keep", "the first of steps 40 to 79"),
+        ("g00000001-s0000000020", "keep", "the first of steps 0 to 39"),
+    ]
+    assert result.stderr.endswith("0 of 4 checkpoints, 0 B, would be deleted\n")
+    result = command("checkpoints", "prune", grown.url, "--keep-last", "2", "--dry-run")
+    assert "2 of 4 checkpoints" in result.stderr
+    assert list(grown.entries("")) == before
+
+
+def test_prune(command: Command, grown: ObjectStore) -> None:
+    result = command("checkpoints", "prune", grown.url, "--keep-last", "1", "--json")
+    assert result.exit_code == 0
+    assert {row["id"]: row["keep"] for row in json.loads(result.stdout)} == {
+        "g00000002-s0000000060": True,
+        "g00000002-s0000000050": False,
+        "g00000002-s0000000040": False,
+        "g00000001-s0000000020": False,
+    }
+    listed = json.loads(command("checkpoints", "list", grown.url, "--json").stdout)
+    assert [(row["step"], row["standing"], row["size_bytes"] > 0) for row in listed] == [
+        (60, "committed", True),
+        (50, "retired", False),
+        (40, "retired", False),
+        (35, "undecided", True),
+        (30, "abandoned", True),
+        (20, "retired", False),
+    ]
+    assert command("checkpoints", "verify", grown.url).exit_code == 0
+    assert "0 of 1 checkpoints" in command("checkpoints", "prune", grown.url, "--keep-last", "1").stderr
+
+
+def test_prune_goes_on_where_one_was_killed(command: Command, grown: ObjectStore) -> None:
+    marker = fmt.Marker(version=1, generation=1, step=20, by_generation=2, reason="older")
+    grown.create(fmt.retired_key(OLD), [fmt.dump(marker)])
+    assert command("checkpoints", "prune", grown.url, "--keep-last", "9").exit_code == 0
+    assert [entry.key for entry in grown.entries(fmt.folder_key(OLD) + "/")] == [
+        fmt.index_key(OLD),
+        fmt.retired_key(OLD),
+    ]
+
+
+def test_prune_deletes_nothing_while_something_is_damaged(command: Command, grown: ObjectStore) -> None:
+    shard_path(grown, NEW, 1, 3).unlink()
+    before = list(grown.entries(""))
+    result = command("checkpoints", "prune", grown.url, "--keep-last", "1")
+    assert result.exit_code == 1
+    assert f"nothing is deleted while something cannot be read: {NEW} is damaged" in result.stderr
+    assert list(grown.entries("")) == before
+
+
+def test_prune_has_to_know_how_many_to_keep(command: Command, grown: ObjectStore) -> None:
+    assert command("checkpoints", "prune", grown.url).exit_code == 2
+    assert command("checkpoints", "prune", grown.url, "--keep-last", "0").exit_code == 2

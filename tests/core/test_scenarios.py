@@ -33,7 +33,8 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 REWRITE_VARIABLE = "ORCHESTRATOR_REWRITE"
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(messages.Event)}
 PARTS: dict[str, type] = {
-    kind.__name__: kind for kind in (messages.GangReturned, messages.StepDecided, messages.RankProgress)
+    kind.__name__: kind
+    for kind in (messages.GangReturned, messages.StepDecided, messages.RankProgress, messages.CheckpointId)
 }
 SPEC: dict[str, Any] = {"name": "job", "nodes_min": 1, "nodes_max": 2, "workers_per_node": 1, "save_every_steps": 10}
 DEFAULTS: dict[str, Any] = {

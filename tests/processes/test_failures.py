@@ -11,12 +11,15 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import orchestrator
 from orchestrator.checkpoint.catalog import Standing, survey
+from orchestrator.checkpoint.retention import Keep
+from orchestrator.checkpoint.sweeping import Sweeper
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import CheckpointId, Request, Requested
 from orchestrator.storage.opening import open_store
@@ -33,6 +36,7 @@ AGENT_POINTS = (
     "before-index step=20",
     "after-index step=20",
 )
+SWEEP_POINTS = ("after-retired step=10", "after-delete step=10")
 WORKER_POINTS = ("before-stage rank=1 step=20", "while-staging rank=1 step=20", "after-stage rank=1 step=20")
 
 
@@ -40,7 +44,9 @@ def test_processes_are_killed_at_every_named_point() -> None:
     """A point that is added to the code is one to be killed at."""
     sources = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "testing"]
     in_code = {point for path in sources for point in re.findall(r'reached\("([a-z-]+)"', path.read_text())}
-    assert in_code == set(faults.POINTS) == {point.split()[0] for point in (*WORKER_POINTS, *AGENT_POINTS)}
+    assert (
+        in_code == set(faults.POINTS) == {point.split()[0] for point in (*WORKER_POINTS, *AGENT_POINTS, *SWEEP_POINTS)}
+    )
 
 
 @pytest.mark.parametrize("point", WORKER_POINTS)
@@ -69,6 +75,29 @@ async def test_agent_killed_at(point: str, tmp_path: Path, staging: str, referen
     assert marker.exists(), "the fault never happened"
     assert result.finish.exit_code == 0, result.output()
     assert final_digests(result.store) == reference
+    check_store(result.store)
+
+
+@pytest.mark.parametrize("point", SWEEP_POINTS)
+async def test_agent_killed_while_it_deletes(
+    point: str, tmp_path: Path, staging: str, reference: dict[str, str]
+) -> None:
+    """What is half deleted is never taken for damaged, and another node goes on with it."""
+    marker = tmp_path / "fault"
+    agent = (sys.executable, "-m", "orchestrator.testing.faulty_agent", str(marker), point)
+    result = await run_job(tmp_path, nodes="2", staging=staging, agent_command=agent, keep_last=1)
+    assert marker.exists(), "the fault never happened"
+    assert result.finish.exit_code == 0, result.output()
+    assert final_digests(result.store) == reference
+    check_store(result.store)
+    catalog = survey(result.store)
+    assert next(entry for entry in catalog.entries if entry.id.step == 10).standing is Standing.RETIRED
+    # Where the fault came with the job's last sweep, nobody has gone on with it yet.
+    Sweeper(result.store, time.monotonic).sweep(max(catalog.generations), Keep(last=1), (), 3600)
+    left = {entry.id.step for entry in survey(result.store).entries if entry.size_bytes}
+    assert 10 not in left
+    assert 40 in left
+    assert len(left) <= 2, "what the last generation started from stays beside the newest one, and no more"
     check_store(result.store)
 
 

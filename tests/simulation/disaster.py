@@ -11,7 +11,8 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint import save
@@ -65,7 +66,11 @@ class Disaster:
         self.loop.set_exception_handler(self._on_loop_problem)
         self.seen: Counter[str] = Counter()
         self.cluster = SimulatedCluster(
-            loop=self.loop, draw=draw, spec=draw_spec(draw), training=draw_training(draw), limits=draw_limits(draw)
+            loop=self.loop,
+            draw=draw,
+            spec=replace(draw_spec(draw), **draw_keeping(random.Random(f"keeping {seed}"))),
+            training=draw_training(draw),
+            limits=draw_limits(draw),
         )
         self.promises = Promises(cluster=self.cluster, on_violation=self.cluster.finished.set)
         self.promises.watch()
@@ -116,7 +121,8 @@ class Disaster:
         catalog = survey(self.cluster.truth)
         for entry in catalog.entries:
             lost = entry.id in self.promises.committed and self.promises.usable(entry.id)
-            if lost and entry.standing is not Standing.COMMITTED:
+            retired = entry.standing is Standing.RETIRED and entry.id in self.promises.retired
+            if lost and not retired and entry.standing is not Standing.COMMITTED:
                 raise Violation(f"{entry.id} was committed and is {entry.standing} now: {entry.problem}")
         newest = catalog.newest()
         self.seen["committed"] += len(self.promises.committed)
@@ -325,6 +331,16 @@ def draw_spec(draw: random.Random) -> JobSpec:
         return_seconds=6.0,
         store_retry_seconds=1.0,
     )
+
+
+def draw_keeping(draw: random.Random) -> dict[str, Any]:
+    """How many checkpoints are kept, and how often, and how patiently, the store is swept."""
+    return {
+        "keep_last": draw.choice((0, 0, 1, 2)),
+        "keep_every_steps": draw.choice((0, 8)),
+        "sweep_seconds": draw.choice((1.0, 5.0, 600.0)),
+        "sweep_grace_seconds": draw.choice((0.5, 5.0, 3600.0)),
+    }
 
 
 def draw_training(draw: random.Random) -> Training:

@@ -14,7 +14,7 @@ from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.uploads import Uploads
 from orchestrator.agent.workers import Worker
-from orchestrator.checkpoint import catalog, generations
+from orchestrator.checkpoint import catalog, generations, retention, sweeping
 from orchestrator.core import agreement, proposing, settling
 from orchestrator.core.messages import Event, Refused
 from orchestrator.core.turn import Turn
@@ -157,6 +157,12 @@ def followed_beyond_what_is_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalGang, "follow", follow)
 
 
+def the_base_is_retired_like_any_other(patch: pytest.MonkeyPatch) -> None:
+    """Retention goes by age alone: what the present generation started from may be old."""
+    real = retention.choose
+    patch.setattr(sweeping, "choose", lambda entries, keep, base: real(entries, keep, None))
+
+
 PLANTED: tuple[Plant, ...] = (
     step_without_the_echo,
     echo_from_the_agent,
@@ -170,4 +176,5 @@ PLANTED: tuple[Plant, ...] = (
     nobody_waits_for_the_decision,
     staged_when_the_copy_begins,
     followed_beyond_what_is_there,
+    the_base_is_retired_like_any_other,
 )

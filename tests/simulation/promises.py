@@ -8,6 +8,7 @@
 - All ranks that leave a generation leave at one step: the one that was decided for leaving.
 - A generation starts on no node while another one that is counted on runs workers of an older generation.
 - What the supervisor says is committed is committed on the store.
+- A checkpoint is retired only while as many newer ones as are kept are committed; the newest generation's base never.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.generations import read_base
 from orchestrator.checkpoint.reader import read_committed, read_rank_state, verify
 from orchestrator.checkpoint.restore import read_tensors
 from orchestrator.checkpoint.save import draft_index, receipts_there
@@ -43,6 +45,7 @@ class Promises:
     on_violation: Callable[[], None]
     problem: str | None = None
     committed: set[CheckpointId] = field(default_factory=set)
+    retired: set[CheckpointId] = field(default_factory=set)
     claimed_by: dict[int, str] = field(default_factory=dict)
     _owed: dict[int, CheckpointId | None] = field(default_factory=dict)
     """generation → the newest checkpoint that its base must not be older than"""
@@ -88,6 +91,11 @@ class Promises:
             assert parsed is not None
             check_state(self.cluster.truth, parsed[0])
             self.committed.add(parsed[0])
+        elif key.endswith(fmt.RETIRED):
+            parsed = fmt.parse_checkpoint_key(key)
+            assert parsed is not None
+            self._check_retired(parsed[0])
+            self.retired.add(parsed[0])
 
     def usable(self, checkpoint: CheckpointId) -> bool:
         """Whether no later rollback record forbids it."""
@@ -119,6 +127,16 @@ class Promises:
             raise Violation(f"generation {record.generation} starts from {base}, and {owed} was there at its claim")
         if fmt.index_key(owed) not in self.cluster.truth._objects:  # a sweeper may have abandoned it first
             raise Violation(f"generation {record.generation} has its base before {owed} was rolled forward")
+
+    def _check_retired(self, checkpoint: CheckpointId) -> None:
+        usable = {one for one in self.committed - self.retired if self.usable(one)}
+        newer = len([one for one in usable if one > checkpoint])
+        keep_last = self.cluster.spec.keep_last
+        if keep_last == 0 or newer < keep_last:
+            raise Violation(f"{checkpoint} is retired, with {newer} newer ones, and {keep_last} are to be kept")
+        base = read_base(self.cluster.truth, max(self.claimed_by))
+        if base is not None and base.id == checkpoint:
+            raise Violation(f"{checkpoint} is retired, and generation {base.generation} starts from it")
 
     # -- the supervisor's actions ------------------------------------------------------------------------
 

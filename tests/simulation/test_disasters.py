@@ -32,6 +32,7 @@ OCCURRENCES = (
     "event: remapped",
     "event: save failed",
     "event: store failed",
+    "event: store swept",
     "event: taken back",
     "rollback",
     "sweep",

@@ -1,0 +1,208 @@
+"""Deleting on the store: checkpoints that are not kept, what was abandoned, what killed writers left. Blocking.
+
+Order (must), so that neither a crash nor another run makes anything of a half deleted checkpoint:
+
+1. `retired.json` beside each index that goes. From then on nobody chooses it.
+2. Look which generation is the highest. A claim is followed by a look at the checkpoints, so either the one who
+   claimed saw the markers, or we see the claim here and delete nothing.
+3. Receipts and shards. Index and marker stay, so what is half deleted is never taken for damaged, nor made anew.
+
+What is undecided is decided before it is touched: committed if it is whole, else abandoned, and only then deleted.
+It must have lain there unchanged for the grace period, on this process's own monotonic clock; wall time and the
+store's dates decide nothing.
+
+Used by `agent.actions` and `orchestrator checkpoints prune`. Which ones go is decided in `checkpoint.retention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.catalog import (
+    Catalog,
+    Known,
+    Standing,
+    checkpoint_files,
+    claimed,
+    rollback_bound,
+    survey,
+)
+from orchestrator.checkpoint.generations import read_base
+from orchestrator.checkpoint.retention import Keep, Verdict, choose, obstacle
+from orchestrator.checkpoint.save import abandon, commit_draft, draft_index
+from orchestrator.core.messages import CheckpointId
+from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, SweepRefusedError, VersionError
+from orchestrator.storage.base import ObjectStore, SweepableStore, Unfinished
+from orchestrator.telemetry import reached
+
+DELETES_AT_ONCE = 8
+_KEPT_FILES = ("index.json", fmt.RETIRED, fmt.QUARANTINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What one sweep has done."""
+
+    retired: tuple[CheckpointId, ...] = ()
+    abandoned: tuple[CheckpointId, ...] = ()
+    committed: tuple[CheckpointId, ...] = ()
+    """Undecided ones that turned out to be whole."""
+    unfinished: int = 0
+    """Writes of which something had arrived, and whose writers are gone."""
+    freed_bytes: int = 0
+    """Of shards and receipts."""
+
+
+class Sweeper:
+    """Sweeps one job's folder, again and again: it remembers since when it has seen what is undecided."""
+
+    def __init__(self, store: ObjectStore, monotonic: Callable[[], float]) -> None:
+        self._store = store
+        self._monotonic = monotonic
+        self._known: Known = {}
+        self._undecided = Ages[tuple[CheckpointId, frozenset[tuple[str, int]]]]()
+        """With what is in their folders: one in which something arrives is new again."""
+        self._unfinished = Ages[Unfinished]()
+
+    def sweep(self, generation: int, keep: Keep, in_flight: Collection[CheckpointId], grace_seconds: float) -> Swept:
+        """One sweep by `generation`; `in_flight` are its decided steps that are not settled, which it leaves alone.
+
+        Raises FencedError if a higher generation is there, SweepRefusedError with what is in the way, StoreError,
+        FormatError. What was done until then stays done, and the next sweep goes on with it.
+        """
+        catalog = survey(self._store, self._known)
+        check_highest(catalog.generations, generation)
+        abandoned, committed = self._decide(catalog, in_flight, grace_seconds)
+        if abandoned or committed:
+            catalog = survey(self._store, self._known)
+        retired = retire(self._store, catalog, generation, keep)
+        over = (Standing.ABANDONED, Standing.RETIRED)
+        garbage = {entry.id for entry in catalog.entries if entry.standing in over and entry.size_bytes}
+        freed_bytes = delete_shards(self._store, generation, sorted({*retired, *garbage} - set(in_flight)))
+        return Swept(
+            retired=retired,
+            abandoned=abandoned,
+            committed=committed,
+            unfinished=self._discard(in_flight, grace_seconds),
+            freed_bytes=freed_bytes,
+        )
+
+    def _decide(
+        self, catalog: Catalog, in_flight: Collection[CheckpointId], grace_seconds: float
+    ) -> tuple[tuple[CheckpointId, ...], tuple[CheckpointId, ...]]:
+        """What has lain there undecided for too long: (abandoned, committed)."""
+        undecided = {entry.id for entry in catalog.entries if entry.standing is Standing.UNDECIDED} - set(in_flight)
+        files = checkpoint_files(self._store) if undecided else {}
+        waiting = [(checkpoint, frozenset(files.get(checkpoint, {}).items())) for checkpoint in sorted(undecided)]
+        abandoned, committed = list[CheckpointId](), list[CheckpointId]()
+        for checkpoint, _ in self._undecided.overdue(waiting, self._monotonic(), grace_seconds):
+            bounded = checkpoint.step > rollback_bound(catalog.generations, checkpoint.generation)
+            draft = None if bounded else _draft(self._store, checkpoint)
+            reason = f"nobody went on with it for {grace_seconds:.0f} s"
+            is_committed = (
+                abandon(self._store, checkpoint, reason)
+                if draft is None
+                else commit_draft(self._store, checkpoint, draft)
+            )
+            (committed if is_committed else abandoned).append(checkpoint)
+        return tuple(abandoned), tuple(committed)
+
+    def _discard(self, in_flight: Collection[CheckpointId], grace_seconds: float) -> int:
+        """What has been unfinished for too long; how many such writes."""
+        if not isinstance(self._store, SweepableStore):
+            return 0
+        busy = tuple(f"{fmt.folder_key(checkpoint)}/" for checkpoint in in_flight)
+        found = [write for write in self._store.unfinished("") if not f"{write.key}/".startswith(busy)]
+        overdue = self._unfinished.overdue(found, self._monotonic(), grace_seconds)
+        for write in overdue:
+            self._store.discard(write)
+        return len(overdue)
+
+
+ThingT = TypeVar("ThingT", bound=Hashable)
+
+
+class Ages(Generic[ThingT]):
+    """Since when each thing has been seen, by a monotonic clock. What is not there at one look is forgotten."""
+
+    def __init__(self) -> None:
+        self._since: dict[ThingT, float] = {}
+
+    def overdue(self, present: Iterable[ThingT], now_seconds: float, grace_seconds: float) -> list[ThingT]:
+        """Of all that is there now, what has been seen for at least that long."""
+        self._since = {thing: self._since.get(thing, now_seconds) for thing in present}
+        return [thing for thing, since in self._since.items() if now_seconds - since >= grace_seconds]
+
+
+def retire(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[CheckpointId, ...]:
+    """Mark what is not kept; which ones. Nothing of them is deleted yet. Raises SweepRefusedError, StoreError."""
+    going = [verdict for verdict in verdicts(store, catalog, generation, keep) if not verdict.keep]
+    for verdict in reversed(going):  # the oldest first: whatever stops this, the newest are left
+        marker = fmt.Marker(
+            version=fmt.FORMAT_VERSION,
+            generation=verdict.id.generation,
+            step=verdict.id.step,
+            by_generation=generation,
+            reason=verdict.reason,
+        )
+        with contextlib.suppress(AlreadyExistsError):
+            store.create(fmt.retired_key(verdict.id), [fmt.dump(marker)])
+        reached("after-retired", step=verdict.id.step)
+    return tuple(verdict.id for verdict in going)
+
+
+def verdicts(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[Verdict, ...]:
+    """What is kept and what is not. Raises SweepRefusedError if that cannot be said for certain, StoreError."""
+    problem = obstacle(catalog.entries)
+    if problem is not None:
+        raise SweepRefusedError(f"nothing is deleted while something cannot be read: {problem}")
+    base = read_base(store, generation)
+    if base is None:
+        raise SweepRefusedError(f"nothing is deleted now: generation {generation} has not chosen its base yet")
+    return choose(catalog.entries, keep, base.id)
+
+
+def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[CheckpointId]) -> int:
+    """Delete receipts and shards of checkpoints that are retired or abandoned; how many bytes that were.
+
+    Raises FencedError if a higher generation is there by now, StoreError.
+    """
+    if not checkpoints:
+        return 0
+    check_highest(claimed(store), generation)
+    freed_bytes = 0
+    with ThreadPoolExecutor(DELETES_AT_ONCE, thread_name_prefix="delete") as pool:
+        for checkpoint in checkpoints:
+            entries = [entry for entry in store.entries(fmt.folder_key(checkpoint) + "/") if _goes(entry.key)]
+            for deletion in [pool.submit(store.delete, entry.key) for entry in entries]:
+                deletion.result()
+            freed_bytes += sum(entry.size_bytes for entry in entries)
+            reached("after-delete", step=checkpoint.step)
+    return freed_bytes
+
+
+def _goes(key: str) -> bool:
+    return key.rpartition("/")[2] not in _KEPT_FILES
+
+
+def check_highest(generations: Collection[int], generation: int) -> None:
+    """Raises FencedError if there is a higher generation: it alone deletes."""
+    highest = max(generations, default=generation)
+    if highest > generation:
+        raise FencedError(f"generation {highest} is there: generation {generation} deletes nothing any more")
+
+
+def _draft(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:
+    """The index of one that is whole. Raises VersionError, StoreError; receipts that do not fit make none."""
+    try:
+        draft = draft_index(store, checkpoint)
+    except VersionError:
+        raise
+    except FormatError:
+        return None
+    return None if isinstance(draft, str) else draft
