@@ -14,6 +14,8 @@ from urllib.parse import unquote
 import pytest
 import requests
 from crc32c import crc32c
+from google.auth.credentials import Credentials
+from google.auth.transport.requests import AuthorizedSession
 
 from orchestrator.errors import AlreadyExistsError, ConfigError, StoreDeniedError, StoreError, StoreUnavailableError
 from orchestrator.storage.gcs import bucket as bucket_module
@@ -673,3 +675,50 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreDeniedError, match="no usable credentials for gs://bucket") as caught:
         GCSStore(Bucket("bucket", "")).size("key")
     assert "gcloud auth application-default login" in caught.value.problem
+
+
+class _Token(Credentials):
+    """Credentials whose first token is no longer accepted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = "old-secret"
+
+    def refresh(self, request: Any) -> None:
+        self.token = "new-secret"
+
+
+class _Accepts(requests.adapters.BaseAdapter):
+    """A server that reads all of a body, and then looks at the token."""
+
+    def __init__(self, gcs: GCS, token: str) -> None:
+        super().__init__()
+        self._gcs = gcs
+        self._token = token
+        self.bodies: list[bytes] = []
+
+    def send(self, request: Any, *_: Any, **__: Any) -> requests.Response:
+        self.bodies.append(b"".join(bytes(part) for part in request.body))
+        assert request.headers["Content-Length"] == str(len(self.bodies[-1]))
+        if request.headers["authorization"] != f"Bearer {self._token}":
+            return answer(401)
+        return self._gcs._made("key", _parts(request.headers, self.bodies[-1])[1])
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("accepted", ["new-secret", "another"])
+def test_a_body_is_sent_whole_again_with_new_credentials(accepted: str, gcs: GCS) -> None:
+    session = AuthorizedSession(_Token())
+    server = _Accepts(gcs, accepted)
+    session.mount("https://", server)
+    store = GCSStore(Bucket("bucket", "", connection=Connection(ENDPOINT, session)))
+    if accepted == "another":
+        with pytest.raises(StoreDeniedError, match="does not accept the credentials for gs://bucket") as caught:
+            store._put("key", whole([b"123", b"456789"]))
+        assert "secret" not in str(caught.value)
+    else:
+        store._put("key", whole([b"123", b"456789"]))
+        assert gcs.objects == {"key": b"123456789"}
+    assert len(set(server.bodies)) == 1 < len(server.bodies)

@@ -141,11 +141,12 @@ ADVICE = "; set GOOGLE_APPLICATION_CREDENTIALS to a key file, run 'gcloud auth a
         (requests.exceptions.ChunkedEncodingError("secret"), StoreUnavailableError, "https://gcs.test broke off"),
         (requests.ConnectionError("upload_id=secret"), StoreUnavailableError, "https://gcs.test broke off"),
         (ReadTimeoutError(None, "secret", "secret"), StoreUnavailableError, "broke off"),  # type: ignore[arg-type]
+        (OSError("invalid path: /x"), StoreError, "https://gcs.test cannot be asked: invalid path: /x"),
         (ConnectionResetError(104, "secret"), StoreUnavailableError, "https://gcs.test broke off"),
     ],
 )
 def test_what_never_was_answered(error: Exception, kind: type[StoreError], words: str) -> None:
-    found = raised("a/key", "bucket", ENDPOINT, "create", error)
+    found = raised("a/key", "bucket", ENDPOINT, error)
     assert type(found) is kind
     assert words in found.problem
     assert "secret" not in str(found)
@@ -153,5 +154,5 @@ def test_what_never_was_answered(error: Exception, kind: type[StoreError], words
 
 def test_what_never_was_sent_was_never_done() -> None:
     errors = [unconnected(), auth.TransportError("x"), requests.ReadTimeout("x"), requests.ConnectionError("x")]
-    found = [raised("a/key", "bucket", ENDPOINT, "create", error) for error in errors]
+    found = [raised("a/key", "bucket", ENDPOINT, error) for error in errors]
     assert [isinstance(one, StoreUnavailableError) and one.maybe_done for one in found] == [False, False, True, True]

@@ -96,7 +96,7 @@ class Bucket:
 
         Raises StoreError's subtree.
         """
-        with self._translated(key, action):
+        with self._translated(key):
             connection = self._connected()
             address = path if "://" in path else connection.endpoint + path
             data: Any = content
@@ -146,7 +146,7 @@ class Bucket:
         arguments: dict[str, Any] = {"parameters": {"alt": "media"}, "headers": headers, "stream": True}
         answer = self.ask(key, "get", "GET", path, wanted=(200, 206), **arguments)
         body = Body(key, answer)
-        with self._translated(key, "get"):
+        with self._translated(key):
             try:
                 yield answer, body
             finally:
@@ -168,7 +168,7 @@ class Bucket:
             return self._connection
 
     @contextmanager
-    def _translated(self, key: str, action: str) -> Iterator[None]:
+    def _translated(self, key: str) -> Iterator[None]:
         try:
             yield
         except (
@@ -178,13 +178,15 @@ class Bucket:
             http.client.HTTPException,
             OSError,
         ) as error:
-            raise raised(key, self.name, self.endpoint, action, error) from error
+            raise raised(key, self.name, self.endpoint, error) from error
 
 
 def connect() -> Connection:
     """To GCS as the SDK's own client does it. Raises ConfigError, GoogleAuthError."""
     try:
         client = storage.Client(project=None)
+    except GoogleAuthError:
+        raise
     except ValueError as error:
         raise ConfigError(f"store: the settings for GCS do not fit each other: {error}") from error
     endpoint = client.api_endpoint.rstrip("/")

@@ -47,8 +47,8 @@ class NoSuchRangeError(StoreError):
     """The object ends before the range that was asked for begins."""
 
 
-def raised(key: str, bucket: str, endpoint: str, action: str, error: Exception) -> StoreError:
-    """The StoreError for a request that got no answer. `action`: as GCS's permissions name it: storage.objects.…"""
+def raised(key: str, bucket: str, endpoint: str, error: Exception) -> StoreError:
+    """The StoreError for a request that got no answer."""
     if isinstance(error, auth.TransportError) or (isinstance(error, auth.RefreshError) and error.retryable):
         problem = f"whoever gives out the credentials for gs://{bucket} could not be asked ({_kind(error)})"
         return StoreUnavailableError(key, problem, maybe_done=False)
@@ -61,15 +61,15 @@ def raised(key: str, bucket: str, endpoint: str, action: str, error: Exception) 
         return StoreUnavailableError(key, f"{endpoint} cannot be reached ({_kind(error)})", maybe_done=False)
     if isinstance(error, ValueError) and isinstance(error, requests.exceptions.RequestException):
         return StoreError(key, f"{endpoint} is no address that can be asked ({_kind(error)})")
-    if isinstance(error, ValueError):
-        return StoreError(key, f"storage.objects.{action} on gs://{bucket} failed: {_short(error)}")
+    if type(error) is OSError and error.errno is None:  # such as REQUESTS_CA_BUNDLE that names no file
+        return StoreError(key, f"{endpoint} cannot be asked: {_short(error)}")
     return StoreUnavailableError(key, f"{endpoint} broke off, or was silent for too long ({_kind(error)})")
 
 
 def refused(
     key: str, bucket: str, endpoint: str, action: str, *, status: int, headers: Mapping[str, str], body: bytes
 ) -> StoreError:
-    """The StoreError for an answer that is none of those that were wanted."""
+    """The StoreError for an answer that was not wanted. `action`: as GCS's permissions name it: storage.objects.…"""
     reason, words = _reason_and_words(body)
     if status in _BUSY_STATUSES or reason in _BUSY_REASONS:
         return StoreUnavailableError(

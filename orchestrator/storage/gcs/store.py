@@ -5,8 +5,8 @@ rest on. A shard that comes in pieces is a resumable upload under a key of its o
 are still being made, and what the server says it has stored is compared with what was sent. There may be servers that
 ignore the condition silently, so before its first write a store proves that a second one is refused.
 
-Not here: retries (`storage/retrying`), and the unfinished uploads of killed writers: GCS does not list them, bills
-nothing for them, and forgets them after a week. Called through `storage/opening`.
+Not here: retries (`storage/retrying`), and the unfinished uploads of killed writers: nobody can list them, and GCS
+forgets them after a week. Called through `storage/opening`.
 """
 
 from __future__ import annotations
