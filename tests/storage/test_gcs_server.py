@@ -79,6 +79,20 @@ def test_an_upload_in_chunks_shows_nothing_before_its_end_and_nothing_if_it_fail
     assert list(store.entries("")) == []
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.xfail(reason="fake-gcs-server 1.54 ignores ifGenerationMatch=0 at the end of a resumable upload")
+def test_of_two_uploads_in_chunks_one_wins(server: GCSServer) -> None:
+    """Nothing rests on it: a shard's key is its writer's alone. When this passes, the double is not needed for it."""
+    store = GCSStore(server.bucket())
+
+    def overtaken() -> Iterator[bytes]:
+        yield bytes(CHUNK_BYTES + 1)
+        store.create("shard", iter([b"x" * (CHUNK_BYTES + 1)]))
+
+    with pytest.raises(AlreadyExistsError):
+        store.create("shard", overtaken())
+
+
 def test_one_request_may_be_large(server: GCSServer, seed: int) -> None:
     content = numpy.random.default_rng(seed).bytes(content_module.CHUNK_BYTES + 1_234_567)
     store = GCSStore(server.bucket())
