@@ -20,7 +20,7 @@ help:
 	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
 	@echo "make bench   the checkpoint engine against others: one table of ratios, about a quarter of an hour on two idle cores"
 	@echo "make check   formatting, types, import rules and the fast tests"
-	@echo "make servers only install the S3 servers that tests use, 250 MB; make test does so too"
+	@echo "make servers only install the S3 and GCS servers that tests use, 280 MB; make test does so too"
 	@echo "make .venv   only install, into $(VENV)"
 	@echo "make clean   remove caches and outputs; $(VENV) stays"
 
@@ -34,7 +34,7 @@ $(INSTALLED): $(CAUSES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# Real S3 servers. What cannot be installed is not tested, and the tests say so.
+# Real S3 servers, and one for GCS. What cannot be installed is not tested, and the tests say so.
 servers: .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[servers]'
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.gcs_server import GCSServers
     from tests.s3_servers import S3Servers
 
 SEED_VARIABLE = "ORCHESTRATOR_TEST_SEED"
@@ -50,5 +51,15 @@ def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Servers]:
     from tests.s3_servers import S3Servers
 
     servers = S3Servers(tmp_path_factory.mktemp("s3"))
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="session")
+def gcs_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GCSServers]:
+    """fake-gcs-server, started when a test asks for one, ended with the run."""
+    from tests.gcs_server import GCSServers
+
+    servers = GCSServers(tmp_path_factory.mktemp("gcs"))
     yield servers
     servers.close()

@@ -31,7 +31,17 @@ if TYPE_CHECKING:
 OK, WARN, FAIL = "ok", "warn", "fail"
 STAGING_FREE_BYTES_MIN = 1 << 30
 STORE_FREE_BYTES_MIN = 1 << 30
-PACKAGES = ("orchestrator", "torch", "numpy", "aiohttp", "pydantic", "safetensors", "crc32c", "boto3")
+PACKAGES = (
+    "orchestrator",
+    "torch",
+    "numpy",
+    "aiohttp",
+    "pydantic",
+    "safetensors",
+    "crc32c",
+    "boto3",
+    "google-cloud-storage",
+)
 _FOLDER_ADVICE = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints"
 _BUCKET_ADVICE = "jobs cannot save there: see docs/settings.md for what a bucket needs"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}

@@ -22,13 +22,12 @@ JOB_PATIENCE_SECONDS = 60.0
 """For how long a job tries again what a store cannot do just now: an outage of a minute costs no save."""
 PERSON_PATIENCE_SECONDS = 10.0
 """The same where somebody waits for the answer."""
-_PLANNED = ("gs",)
-_SUPPORTED = "a folder's path, file:///path/to/folder, or s3://bucket/prefix"
+_SUPPORTED = "a folder's path, file:///path/to/folder, s3://bucket/prefix, or gs://bucket/prefix"
 
 
 def open_store(url: str, patience_seconds: float = JOB_PATIENCE_SECONDS) -> ObjectStore:
-    """The store at `url`: a folder's path, a file:// or an s3:// URL. Touches nothing; a folder is made at the first
-    `create`, a bucket never. Stores behind a network try again for that long what fails for a moment.
+    """The store at `url`: a folder's path, a file://, s3:// or gs:// URL. Touches nothing; a folder is made at the
+    first `create`, a bucket never. Stores behind a network try again for that long what fails for a moment.
 
     Raises ConfigError, naming what is supported.
     """
@@ -39,8 +38,8 @@ def open_store(url: str, patience_seconds: float = JOB_PATIENCE_SECONDS) -> Obje
             return FolderStore(_path_of_file_url(url))
         case "s3":
             return _bucket_store(url, patience_seconds)
-        case name if name in _PLANNED:
-            raise ConfigError(f"store: {name}:// needs a later release; this one supports {_SUPPORTED}")
+        case "gs":
+            return _gcs_store(url, patience_seconds)
         case name:
             raise ConfigError(f"store: {name}:// is not supported; supported are {_SUPPORTED}")
 
@@ -62,24 +61,40 @@ def _scheme_of(url: str) -> str:
 
 
 def _bucket_store(url: str, patience_seconds: float) -> ObjectStore:
-    """What follows the scheme is taken as it stands, as by all tools for S3: `%20` is three characters of a key."""
-    bucket, _, prefix = url.partition("://")[2].partition("/")
-    prefix = prefix.rstrip("/")
-    if not _BUCKET.fullmatch(bucket):
-        raise ConfigError(f"store: {url!r} names no bucket; write s3://bucket/prefix")
-    if "?" in url or "#" in url:
-        raise ConfigError(f"store: {url!r} has a '?' or '#'; an endpoint is named by the variable AWS_ENDPOINT_URL")
-    try:
-        if prefix:
-            key_parts(prefix)
-    except StoreError as error:
-        raise ConfigError(f"store: {url!r} has a prefix that is none: {error.problem}") from error
+    bucket, prefix = _bucket_and_prefix(url, "AWS_ENDPOINT_URL")
     from orchestrator.storage.retrying import Patience, RetryingStore
     from orchestrator.storage.s3.bucket import Bucket
     from orchestrator.storage.s3.store import S3Store
 
     patience = Patience(deadline_seconds=patience_seconds)
     return RetryingStore(S3Store(Bucket(bucket, prefix), patience.call), patience)
+
+
+def _gcs_store(url: str, patience_seconds: float) -> ObjectStore:
+    bucket, prefix = _bucket_and_prefix(url, "STORAGE_EMULATOR_HOST")
+    from orchestrator.storage.gcs.bucket import Bucket
+    from orchestrator.storage.gcs.store import GCSStore
+    from orchestrator.storage.retrying import Patience, RetryingStore
+
+    patience = Patience(deadline_seconds=patience_seconds)
+    return RetryingStore(GCSStore(Bucket(bucket, prefix), patience.call), patience)
+
+
+def _bucket_and_prefix(url: str, endpoint_variable: str) -> tuple[str, str]:
+    """What follows the scheme is taken as it stands, as by all tools for them: `%20` is three characters of a key."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.rstrip("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(f"store: {url!r} names no bucket; write {scheme.lower()}://bucket/prefix")
+    if "?" in url or "#" in url:
+        raise ConfigError(f"store: {url!r} has a '?' or '#'; an endpoint is named by the variable {endpoint_variable}")
+    try:
+        if prefix:
+            key_parts(prefix)
+    except StoreError as error:
+        raise ConfigError(f"store: {url!r} has a prefix that is none: {error.problem}") from error
+    return bucket, prefix
 
 
 def _plain_path(text: str) -> Path:

@@ -2,7 +2,7 @@
 
 `Patience` says for how long, and calls one action; `RetryingStore` gives it to every method of any store. Only
 `StoreUnavailableError` is tried again: nothing else gets better by waiting. SDKs' own retries are switched off, or the
-two would multiply. Called by `storage/opening` and, for the parts of one object, by `storage/s3`.
+two would multiply. Called by `storage/opening` and, for the parts of one object, by `storage/s3` and `storage/gcs`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from orchestrator.storage import opening
 from orchestrator.storage.base import Piece
 from orchestrator.storage.memory import MemoryStore
 from tests.cli.conftest import Command
+from tests.gcs_server import GCSServers
 from tests.s3_servers import BUCKET, S3Servers
 
 
@@ -137,3 +138,31 @@ def test_a_bucket(
     assert finding.found.count("s3://") == 1
     with server.client() as client:
         assert client.list_objects_v2(Bucket=BUCKET, Prefix="jobs/").get("Contents", []) == []
+
+
+@pytest.mark.parametrize(
+    ("bucket", "expected"),
+    [
+        (BUCKET, ("ok", "writes once, and reads back")),
+        ("no-such-bucket", ("fail", "there is no bucket 'no-such-bucket' at http://127.0.0.1:")),
+    ],
+)
+def test_a_bucket_of_gcs(
+    bucket: str, expected: tuple[str, str], gcs_servers: GCSServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = gcs_servers.shared()
+    for variable, value in server.variables().items():
+        monkeypatch.setenv(variable, value)
+    (finding,) = check.check_store(f"gs://{bucket}/jobs")
+    assert finding.level == expected[0]
+    assert expected[1] in finding.found
+    assert finding.advice == ("" if finding.level == "ok" else check._BUCKET_ADVICE)
+    assert list(server.bucket("jobs").objects("")) == []
+
+
+def test_a_bucket_of_gcs_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/file")
+    (finding,) = check.check_store("gs://bucket/jobs")
+    assert finding.level == "fail"
+    assert "no usable credentials for gs://bucket" in finding.found

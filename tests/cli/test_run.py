@@ -54,7 +54,7 @@ def test_all_problems_of_file_and_flags_at_once(command: Command) -> None:
         ("--job", "No Name", "--job: use 1 to 63"),
         ("--scheduler", "pbs", "--scheduler: this release knows"),
         ("--max-failures", "-1", "--max-failures: "),
-        ("--store", "gs://bucket", "store: gs:// needs a later release"),
+        ("--store", "az://container", "store: az:// is not supported"),
     ],
 )
 def test_a_bad_flag_is_named(command: Command, flag: str, value: str, says: str) -> None:

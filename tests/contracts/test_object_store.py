@@ -1,4 +1,5 @@
-"""What every object store guarantees, run on every back end: memory, a folder, real S3 servers, wrappers, a peer.
+"""What every object store guarantees, run on every back end: memory, a folder, real S3 servers, a GCS server, wrappers,
+a peer.
 
 A back end joins by adding a pair of stores to `STORES`: one to write with, one to read with. They are the same
 store where the back end does both. What only one back end does is tested in tests/storage.
@@ -26,11 +27,13 @@ from orchestrator.agent.objects import object_routes, token_middleware
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
 from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished
 from orchestrator.storage.filesystem import FolderStore
+from orchestrator.storage.gcs.store import GCSStore
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.storage.peers import PeerStore
 from orchestrator.storage.retrying import Patience, RetryingStore
 from orchestrator.storage.s3.parts import PART_BYTES
 from orchestrator.storage.s3.store import S3Store
+from tests.gcs_server import GCSServers
 from tests.s3_servers import S3Servers
 
 REPOSITORY = Path(__file__).parents[2]
@@ -47,47 +50,62 @@ class Stores:
     """Killed writers leave something behind, and the store can tell what."""
 
 
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """What back ends behind a network are asked at."""
+
+    s3: S3Servers
+    gcs: GCSServers
+
+
 @contextmanager
-def memory(folder: Path, servers: S3Servers) -> Iterator[Stores]:
+def memory(folder: Path, servers: Servers) -> Iterator[Stores]:
     store = MemoryStore()
     yield Stores(write=store, read=store)
 
 
 @contextmanager
-def folder_store(folder: Path, servers: S3Servers) -> Iterator[Stores]:
+def folder_store(folder: Path, servers: Servers) -> Iterator[Stores]:
     store = FolderStore(folder / "store")
     yield Stores(write=store, read=store, leaves_unfinished=True)
 
 
 @contextmanager
-def peer(folder: Path, servers: S3Servers) -> Iterator[Stores]:
+def peer(folder: Path, servers: Servers) -> Iterator[Stores]:
     store = FolderStore(folder / "store")
     with served(store) as base_url, PeerStore(base_url, TOKEN) as reader:
         yield Stores(write=store, read=reader, leaves_unfinished=True)
 
 
 @contextmanager
-def retrying(folder: Path, servers: S3Servers) -> Iterator[Stores]:
+def retrying(folder: Path, servers: Servers) -> Iterator[Stores]:
     store = RetryingStore(MemoryStore(), Patience())
     yield Stores(write=store, read=store)
 
 
 @contextmanager
-def seaweedfs(folder: Path, servers: S3Servers) -> Iterator[Stores]:
+def seaweedfs(folder: Path, servers: Servers) -> Iterator[Stores]:
     with s3_store("seaweedfs", servers) as stores:
         yield stores
 
 
 @contextmanager
-def localbucket(folder: Path, servers: S3Servers) -> Iterator[Stores]:
+def localbucket(folder: Path, servers: Servers) -> Iterator[Stores]:
     with s3_store("localbucket", servers) as stores:
         yield stores
 
 
 @contextmanager
-def s3_store(name: str, servers: S3Servers) -> Iterator[Stores]:
-    store = S3Store(servers.shared(name).bucket())
+def s3_store(name: str, servers: Servers) -> Iterator[Stores]:
+    store = S3Store(servers.s3.shared(name).bucket())
     yield Stores(write=store, read=store, leaves_unfinished=name != "localbucket")  # that one cannot list uploads
+    store.close()
+
+
+@contextmanager
+def gcs(folder: Path, servers: Servers) -> Iterator[Stores]:
+    store = GCSStore(servers.gcs.shared().bucket())
+    yield Stores(write=store, read=store)
     store.close()
 
 
@@ -119,26 +137,32 @@ def served(store: ObjectStore) -> Iterator[str]:
         loop.close()
 
 
-STORES: dict[str, Callable[[Path, S3Servers], AbstractContextManager[Stores]]] = {
+STORES: dict[str, Callable[[Path, Servers], AbstractContextManager[Stores]]] = {
     "memory": memory,
     "folder": folder_store,
     "retrying": retrying,
     "seaweedfs": seaweedfs,
     "localbucket": localbucket,
+    "gcs": gcs,
     "peer": peer,
 }
 
 
+@pytest.fixture
+def servers(s3_servers: S3Servers, gcs_servers: GCSServers) -> Servers:
+    return Servers(s3_servers, gcs_servers)
+
+
 @pytest.fixture(params=STORES)
-def stores(request: pytest.FixtureRequest, tmp_path: Path, s3_servers: S3Servers) -> Iterator[Stores]:
-    with STORES[request.param](tmp_path, s3_servers) as pair:
+def stores(request: pytest.FixtureRequest, tmp_path: Path, servers: Servers) -> Iterator[Stores]:
+    with STORES[request.param](tmp_path, servers) as pair:
         yield pair
 
 
 @pytest.fixture(params=[name for name in STORES if name != "peer"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, s3_servers: S3Servers) -> Iterator[ObjectStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, servers: Servers) -> Iterator[ObjectStore]:
     """Stores that one can write to."""
-    with STORES[request.param](tmp_path, s3_servers) as pair:
+    with STORES[request.param](tmp_path, servers) as pair:
         yield pair.write
 
 

@@ -42,6 +42,8 @@ def test_paths_relative_to_here_and_home(tmp_path: Path, monkeypatch: pytest.Mon
         ("s3://bucket/", "s3://bucket"),
         ("S3://my-bucket.name/a/b/", "s3://my-bucket.name/a/b"),
         ("s3://bucket/100%20 of it", "s3://bucket/100%20 of it"),
+        ("gs://bucket", "gs://bucket"),
+        ("GS://my_bucket/a/b/", "gs://my_bucket/a/b"),
     ],
 )
 def test_buckets(url: str, found: str) -> None:
@@ -58,6 +60,9 @@ def test_buckets(url: str, found: str) -> None:
         ("s3://bucket/a//b", "has a prefix that is none"),
         ("s3://bucket/../b", "has a prefix that is none"),
         ("s3://bucket/a?endpoint=x", "AWS_ENDPOINT_URL"),
+        ("gs://", "write gs://bucket/prefix"),
+        ("gs://bucket/a//b", "has a prefix that is none"),
+        ("gs://bucket/a?endpoint=x", "STORAGE_EMULATOR_HOST"),
     ],
 )
 def test_what_is_no_bucket(url: str, problem: str) -> None:
@@ -65,17 +70,14 @@ def test_what_is_no_bucket(url: str, problem: str) -> None:
         open_store(url)
 
 
-def test_only_a_bucket_needs_its_sdk() -> None:
+@pytest.mark.parametrize(("scheme", "module"), [("s3", "boto3"), ("gs", "google.cloud.storage")])
+def test_only_a_bucket_needs_its_sdk(scheme: str, module: str) -> None:
     program = (
         "import sys\nfrom orchestrator.storage.opening import open_store\nopen_store('/data')\n"
-        "assert 'boto3' not in sys.modules\nopen_store('s3://bucket')\nassert 'boto3' in sys.modules"
+        "sdks = {'boto3', 'google.cloud.storage'}\nassert not sdks & set(sys.modules)\n"
+        f"open_store('{scheme}://bucket')\nassert sdks & set(sys.modules) == {{'{module}'}}"
     )
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, timeout=50)
-
-
-def test_stores_of_a_later_release() -> None:
-    with pytest.raises(ConfigError, match="gs:// needs a later release; this one supports a folder's path"):
-        open_store("gs://bucket/path")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""An object store in a bucket of Google Cloud Storage, or of a server that speaks its JSON API.
+
+What is small, or known whole, is one request with `ifGenerationMatch=0`: the create-if-absent that claims and commits
+rest on. A shard that comes in pieces is a resumable upload under a key of its own: its chunks leave while later pieces
+are still being made, and what the server says it has stored is compared with what was sent. There may be servers that
+ignore the condition silently, so before its first write a store proves that a second one is refused.
+
+Not here: retries (`storage/retrying`), and the unfinished uploads of killed writers: nobody can list them, and GCS
+forgets them after a week. Called through `storage/opening`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import requests
+
+from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
+from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
+from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.gcs.bucket import Body, Bucket, json_of
+from orchestrator.storage.gcs.content import Content, checksum, cut, whole
+from orchestrator.storage.gcs.errors import NoSuchRangeError
+from orchestrator.storage.gcs.upload import Again, check_stored, nothing_done, upload
+
+ONE_REQUEST_BYTES_MAX = 1 << 30
+"""What is known whole and no larger is one request: receipts and indexes of any job."""
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+
+
+def once(action: Callable[[], Any]) -> Any:
+    """Calls the action: no second try."""
+    return action()
+
+
+class GCSStore:
+    """The objects of a bucket, below a prefix.
+
+    `again` calls what may be tried again on its own: the chunks of one object, so that one that fails does not cost
+    those that arrived.
+    """
+
+    def __init__(self, bucket: Bucket, again: Again = once) -> None:
+        self._bucket = bucket
+        self._again = again
+        self._proving = threading.Lock()
+        self._proved = False
+
+    @property
+    def url(self) -> str:
+        """gs://bucket/prefix."""
+        return self._bucket.url
+
+    def create(self, key: str, pieces: Iterable[Piece]) -> None:
+        """See the port. One request for a list of pieces, and for what is smaller than a chunk."""
+        key_parts(key)
+        self._prove_once()
+        if isinstance(pieces, list | tuple):
+            content = whole(pieces)
+            if len(content) <= ONE_REQUEST_BYTES_MAX:
+                self._put(key, content)
+                return
+        chunks = cut(pieces)
+        first, last = next(chunks)
+        if last:
+            self._put(key, first)
+        else:
+            self._upload(key, chain([(first, last)], chunks))
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See the port."""
+        check_range(key, start, stop)
+        key_parts(key)
+        if start == stop:
+            self.size(key)  # there is no empty range in HTTP; this finds out whether the object is there
+            return b""
+        with self._range(key, start, stop) as body:
+            return b"" if body is None else body.read()
+
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """See the port. From the socket into the buffers."""
+        check_range(key, start, None)
+        key_parts(key)
+        views = byte_views(buffers)
+        if not views:
+            self.size(key)
+            return 0
+        with self._range(key, start, start + bytes_wanted(views)) as body:
+            if body is None:
+                return 0
+            body.read_into(views)
+            return body.length
+
+    def size(self, key: str) -> int:
+        """See the port."""
+        key_parts(key)
+        answer = self._bucket.about(key, "get", "GET", parameters={"fields": "size"})
+        return int(json_of(key, answer)["size"])
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """See the port. The whole listing is read before the first entry comes."""
+        prefix_parts(prefix)
+        found = [Entry(key=key, size_bytes=size_bytes) for key, size_bytes in self._bucket.objects(prefix)]
+        return iter(sorted((entry for entry in found if _is_key(entry.key)), key=lambda entry: entry.key))
+
+    def delete(self, key: str) -> None:
+        """See the port."""
+        key_parts(key)
+        with contextlib.suppress(NotFoundError):
+            self._bucket.about(key, "delete", "DELETE", wanted=(200, 204))
+
+    def close(self) -> None:
+        """Closes the idle connections. The store stays usable."""
+        self._bucket.close()
+
+    def prove(self) -> None:
+        """Write a key of a random name twice: the second time must be refused. Removes it again.
+
+        Raises StoreError, naming the server, if it does not keep the promise of `create`.
+        """
+        key, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(32)
+        try:
+            self._put(key, whole([content]))
+            self._check_refusal(key)
+            if self.read(key) != content:
+                raise StoreError(self.url, f"{self._bucket.endpoint} gave back other bytes than were written")
+        finally:
+            with contextlib.suppress(StoreError):  # not everybody who may write may delete
+                self.delete(key)
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def _prove_once(self) -> None:
+        with self._proving, nothing_done():
+            if not self._proved:
+                self.prove()
+                self._proved = True
+
+    def _check_refusal(self, key: str) -> None:
+        try:
+            self._put(key, whole([secrets.token_bytes(32)]))
+        except AlreadyExistsError:
+            return
+        raise StoreError(
+            self.url,
+            f"{self._bucket.endpoint} silently ignores ifGenerationMatch: it let the same key be written twice, so two "
+            "writers could both claim one generation; use a server that honours it",
+        )
+
+    def _put(self, key: str, content: Content) -> None:
+        """One request: its first part says what follows, with the digest, which GCS compares."""
+        digest = content.digest()
+        about = json.dumps({"name": self._bucket.full_key(key), "crc32c": checksum(digest)})
+        line = f"--{secrets.token_hex(16)}"
+        head = f"{line}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{about}\r\n{line}\r\n"
+        body = whole([f"{head}Content-Type: application/octet-stream\r\n\r\n".encode()])
+        body = Content([*body.views, *content.views, *whole([f"\r\n{line}--\r\n".encode()]).views])
+        headers = {"Content-Type": f"multipart/related; boundary={line[2:]}"}
+        stored = json_of(key, self._bucket.upload(key, "multipart", headers=headers, content=body))
+        check_stored(self._bucket, key, stored, len(content), digest)
+
+    def _upload(self, key: str, chunks: Iterable[tuple[Content, bool]]) -> None:
+        """The key is looked for first: that spares sending gigabytes in vain, and some servers look no more later."""
+        with nothing_done():
+            if self._is_there(key):
+                raise AlreadyExistsError(key, "is there already")
+        upload(self._bucket, key, chunks, self._again)
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except NotFoundError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    @contextmanager
+    def _range(self, key: str, start: int, stop: int | None) -> Iterator[Body | None]:
+        """The bytes [start, stop), or as many of them as there are; None if the object ends at or before `start`."""
+        wanted = {} if (start, stop) == (0, None) else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        try:
+            with self._bucket.opened(key, wanted) as (answer, body):
+                _check_range_of(key, answer, body.length, start, stop)
+                yield body
+        except NoSuchRangeError:
+            yield None
+
+
+def _check_range_of(key: str, answer: requests.Response, length: int, start: int, stop: int | None) -> None:
+    """Raises StoreError unless the answer has just the bytes that were asked for, as far as there are any."""
+    match = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+    if match is None:  # the whole object: as asked for, or because it is empty
+        first, size_bytes = (start, start) if length == 0 else (0, length)
+    else:
+        first, size_bytes = int(match[1]), int(match[3])
+    expected = size_bytes if stop is None else min(stop, size_bytes)
+    if first != start or length != expected - start:
+        problem = f"asked for bytes [{start}, {'' if stop is None else stop}), {length} bytes from {first} on came"
+        raise StoreError(key, problem)
+
+
+def _is_key(key: str) -> bool:
+    """Whether we can have written it; tools leave objects such as `folder/` behind."""
+    try:
+        key_parts(key)
+    except StoreError:
+        return False
+    return True
