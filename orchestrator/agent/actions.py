@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.checkpoint import generations, save
+from orchestrator.checkpoint.quarantine import second_reading, set_aside
 from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.sweeping import Sweeper
 from orchestrator.clock import Clock
@@ -26,8 +27,10 @@ from orchestrator.core.messages import (
     IndexFailed,
     OpenGeneration,
     Outcome,
+    ReadAgain,
     RecordEnd,
     Refusal,
+    SecondReading,
     Sweep,
     Swept,
 )
@@ -130,6 +133,18 @@ class StoreActions:
             unfinished=done.unfinished,
             freed_bytes=done.freed_bytes,
         )
+
+    async def second_reading(self, action: SecondReading) -> ReadAgain:
+        """Read a checkpoint that another node could not read. It is set aside only if it is bad here as well."""
+        node, generation, checkpoint = self._settings.node, action.generation, action.checkpoint
+        try:
+            mismatch = await asyncio.to_thread(second_reading, self._store, checkpoint, action.first)
+            if mismatch is not None:
+                reason = f"{action.first}; {node}: {mismatch}"
+                await asyncio.to_thread(set_aside, self._store, checkpoint, generation, reason)
+        except OrchestratorError as error:
+            return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, problem=str(error))
+        return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, mismatch=mismatch)
 
     async def record_end(self, action: RecordEnd) -> EndRecorded:
         """Write the end record. Where the job is done there is time to let the last sweep end first."""

@@ -52,6 +52,7 @@ from orchestrator.core.messages import (
     Progress,
     RankExited,
     RecordEnd,
+    SecondReading,
     Settled,
     Staged,
     Sweep,
@@ -280,6 +281,8 @@ class Agent:
                 self._spawn(self._hand_overs.take(action))
             case Sweep():
                 self._spawn(self._report(self._actions.sweep(action)))
+            case SecondReading():
+                self._spawn(self._report(self._actions.second_reading(action)))
             case RecordEnd():
                 self._spawn(self._report(self._actions.record_end(action)))
             case LaunchWorkers() | TakeBack() | Prepare() | Decide() | EndWorkers() | Upload() | Settled():

@@ -342,6 +342,24 @@ def verify_shard(
     return None
 
 
+def shard_mismatch(store: ObjectStore, index: fmt.Index, shard: fmt.ShardRecord) -> str | None:
+    """The size or digest in which a shard, or its receipt, differs from what was committed; None if all are the same.
+
+    Raises NotFoundError, FormatError, StoreError for whatever else is wrong.
+    """
+    key = fmt.shard_key(index.id, shard.rank, index.world_size)
+    size_bytes = store.size(key)
+    if size_bytes != shard.size_bytes:
+        return f"{key}: has {size_bytes} bytes, the index says {shard.size_bytes}"
+    try:
+        receipt = read_receipt(store, index, shard)
+        for _ in _verified(store, index, receipt, [(0, shard.size_bytes)]):
+            pass
+    except DigestError as error:
+        return str(error)
+    return None
+
+
 def _check_header(key: str, header: memoryview, receipt: fmt.Receipt) -> None:
     """Raises FormatError unless the header has the table of the receipt.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import finishing, ladder, settling, shards
+from orchestrator.core import finishing, ladder, settling, shards, suspects
 from orchestrator.core.ladder import Attempt, Rung
 from orchestrator.core.messages import Outcome, ReleaseNode, Verdict
 from orchestrator.core.policy import AfterExit, after_exits
@@ -83,8 +83,7 @@ def _judge(turn: Turn) -> None:
     if job.ending is not None and job.ending.outcome is not Outcome.DRAINED:
         return
     refused = any(event.verdict is Verdict.REFUSED for event in own_exits)
-    if job.base is not None and any(event.verdict is Verdict.UNREADABLE for event in own_exits):
-        turn.set(avoid=(*job.avoid, job.base))
+    suspects.remember(turn)
     if job.lost_in_gang and not refused:
         _judge_loss(turn)
         return

@@ -2,7 +2,7 @@
 
 The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
 `returning`, `leaving`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`, `settling`,
-`sweeping`; `clearing` and `finishing` end a generation and the job. Imports among them point down only. The
+`sweeping`, `suspects`; `clearing` and `finishing` end a generation and the job. Imports among them point down only. The
 supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
 """
 
@@ -25,6 +25,7 @@ from orchestrator.core import (
     returning,
     settling,
     shards,
+    suspects,
     sweeping,
 )
 from orchestrator.core.messages import (
@@ -46,6 +47,7 @@ from orchestrator.core.messages import (
     RankAttached,
     RankExited,
     RankPlanned,
+    ReadAgain,
     Refused,
     Requested,
     SaveAsked,
@@ -125,6 +127,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             finishing.on_end_recorded(turn, event)
         case Swept():
             sweeping.on_swept(turn, event)
+        case ReadAgain():
+            suspects.on_read_again(turn, event)
         case Requested():
             leaving.on_requested(turn, event)
         case Tick():
@@ -156,5 +160,6 @@ def _on_tick(turn: Turn) -> None:
     if job.phase is Phase.RUNNING:
         overdue.watch(turn)
         sweeping.consider(turn)
+        suspects.consider(turn)
         if growing.grow_if_worth_it(turn):
             proposing.drive(turn)

@@ -365,6 +365,20 @@ class Swept:
     problem: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAgain:
+    """A second node has read a checkpoint that another one could not read.
+
+    `mismatch`: what is not as it was committed there either; then it has set it aside. `problem`: why it cannot tell.
+    """
+
+    node: str
+    generation: int
+    checkpoint: CheckpointId
+    mismatch: str | None = None
+    problem: str | None = None
+
+
 class Request(StrEnum):
     """What a person may ask of a running job."""
 
@@ -410,6 +424,7 @@ Event = (
     | RankExited
     | EndRecorded
     | Swept
+    | ReadAgain
     | Requested
     | Tick
 )
@@ -575,6 +590,16 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecondReading:
+    """Read what another node could not read, `first` in its words; set it aside if it is bad here, too."""
+
+    node: str
+    generation: int
+    checkpoint: CheckpointId
+    first: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordEnd:
     """Write the end record of the newest generation that is ours."""
 
@@ -619,6 +644,7 @@ Action = (
     | Abandon
     | Settled
     | Sweep
+    | SecondReading
     | RecordEnd
     | Note
     | Finish

@@ -83,7 +83,7 @@ def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str 
     own = [event for event in exits if not event.ended_by_us]
     refused = next((event for event in own if event.verdict == Verdict.REFUSED), None)
     if refused is not None:
-        return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {_last_words(refused)}")
+        return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {last_words(refused)}")
     failed = next((event for event in own if event.exit_code != 0), None)
     if failed is None and fault is not None:
         return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=fault)
@@ -92,8 +92,8 @@ def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str 
     what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"
     if not ever_attached and failed.exit_code not in KILLED:
         code = failed.exit_code if failed.exit_code is not None and failed.exit_code > 0 else int(ExitCode.FAILED)
-        return _stop(code, f"{what} before it called orchestrator.attach() and run.steps(): {_last_words(failed)}")
-    return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {_last_words(failed)}")
+        return _stop(code, f"{what} before it called orchestrator.attach() and run.steps(): {last_words(failed)}")
+    return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {last_words(failed)}")
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -107,7 +107,7 @@ def _stop(exit_code: int, reason: str) -> AfterExit:
     return AfterExit(restart=False, counts_as_failure=True, exit_code=int(exit_code), reason=reason)
 
 
-def _last_words(event: RankExited) -> str:
+def last_words(event: RankExited) -> str:
     """The last line that it printed; the exception's, if what comes after it is only how the process fell down."""
     lines = [_RANK.sub("", line) for line in event.evidence.splitlines() if _RANK.sub("", line).strip()]
     if not lines:

@@ -170,6 +170,18 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A checkpoint that a node could not read, for another one to look at."""
+
+    checkpoint: CheckpointId
+    node: str
+    words: str
+    """What the node's worker said."""
+    asked: str | None = None
+    """The second node, once it is reading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How the job will end once the gang is cleared."""
 
@@ -206,6 +218,7 @@ class Job(Changeable):
     gang: Gang | None = None
     base: CheckpointId | None = None
     avoid: tuple[CheckpointId, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
     ranks: Ranks = NO_RANKS
     lost_in_gang: tuple[str, ...] = ()
     gone_ranks: RankSet = NOBODY

@@ -31,15 +31,19 @@ from orchestrator.core.messages import (
     IndexFailed,
     OpenGeneration,
     Outcome,
+    ReadAgain,
     RecordEnd,
     Refusal,
+    SecondReading,
+    Sweep,
+    Swept,
 )
 from orchestrator.errors import FormatError, StoreError
 from orchestrator.storage.base import Piece
 from orchestrator.storage.memory import MemoryStore
 from tests.agent.settings import settings_in
 from tests.checkpoint.shards import checkpoint_id, place, stage, upload_all
-from tests.checkpoint.stores import replace
+from tests.checkpoint.stores import change_byte, replace
 
 SMALL = {"w": torch.arange(30, dtype=torch.float32)}
 
@@ -336,3 +340,68 @@ async def test_the_named_points_of_an_upload_come_in_order(store: MemoryStore, s
         uploads.close()
         telemetry.set_point_hook(None)
     assert seen == [("before-shard-upload", 0), ("after-shard-upload", 1), ("after-receipt", 2)]
+
+
+# ------------------------------------------------------------------------------------------ sweeps, second readings
+
+
+def sweeping(generation: int = 1, keep_last: int = 1) -> Sweep:
+    return Sweep(
+        node="node-1", generation=generation, keep_last=keep_last, keep_every_steps=0, in_flight=(), grace_seconds=60.0
+    )
+
+
+async def test_a_sweep_says_what_it_has_done(store: MemoryStore, tmp_path: Path) -> None:
+    actions = actions_of(store, tmp_path)
+    await actions.open_generation(opening())
+    old, _ = (save_one(store, tmp_path, step) for step in (10, 20))
+    done = await actions.sweep(sweeping())
+    assert (done.retired, done.problem) == ((old,), None)
+    assert done.freed_bytes > 0
+    assert await actions.sweep(sweeping()) == Swept(node="node-1", generation=1)
+
+
+async def test_a_sweep_that_may_not_says_why(store: MemoryStore, tmp_path: Path) -> None:
+    actions = actions_of(store, tmp_path)
+    await actions.open_generation(opening())
+    await actions.open_generation(opening(own=1))
+    done = await actions.sweep(sweeping(generation=1))
+    assert done.problem == "generation 2 is there: generation 1 deletes nothing any more"
+    broken = await actions_of(Broken(), tmp_path).sweep(sweeping())
+    assert "out of order" in (broken.problem or "")
+
+
+async def test_the_end_record_of_a_job_that_is_done_waits_for_the_sweep(store: MemoryStore, tmp_path: Path) -> None:
+    actions = actions_of(store, tmp_path)
+    await actions.open_generation(opening())
+    old, _ = (save_one(store, tmp_path, step) for step in (10, 20))
+    sweep = asyncio.create_task(actions.sweep(sweeping()))
+    await asyncio.sleep(0)
+    await actions.record_end(RecordEnd(node="node-1", outcome=Outcome.DONE, reason="done"))
+    assert sweep.done()
+    assert fmt.retired_key(old) in [entry.key for entry in store.entries("")]
+
+
+async def test_a_second_reading_sets_aside_what_is_bad_here_too(store: MemoryStore, tmp_path: Path) -> None:
+    actions = actions_of(store, tmp_path)
+    await actions.open_generation(opening())
+    checkpoint = save_one(store, tmp_path, 10)
+    asked = SecondReading(node="node-1", generation=2, checkpoint=checkpoint, first="rank 0 on node-0: DigestError")
+    assert await actions.second_reading(asked) == ReadAgain(node="node-1", generation=2, checkpoint=checkpoint)
+    assert fmt.quarantine_key(checkpoint) not in [entry.key for entry in store.entries("")]
+    change_byte(store, fmt.shard_key(checkpoint, 0, 1), -1)
+    found = await actions.second_reading(asked)
+    assert "does not match its digest" in (found.mismatch or "")
+    marker = fmt.load(fmt.Marker, "marker", store.read(fmt.quarantine_key(checkpoint)))
+    assert marker.reason == f"rank 0 on node-0: DigestError; node-1: {found.mismatch}"
+    gone = await actions.second_reading(
+        SecondReading(node="node-1", generation=2, checkpoint=checkpoint_id(7, 7), first="")
+    )
+    assert gone.mismatch is None
+    assert gone.problem is not None
+
+
+def save_one(store: MemoryStore, folder: Path, step: int) -> CheckpointId:
+    checkpoint = upload_all(store, folder, SMALL, checkpoint=checkpoint_id(1, step))
+    assert commit(store, checkpoint)
+    return checkpoint

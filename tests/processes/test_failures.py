@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
+from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.sweeping import Sweeper
@@ -99,6 +100,31 @@ async def test_agent_killed_while_it_deletes(
     assert 40 in left
     assert len(left) <= 2, "what the last generation started from stays beside the newest one, and no more"
     check_store(result.store)
+
+
+async def test_a_shard_that_both_nodes_find_damaged(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
+    """F20, F119: the older checkpoint is taken, and the damaged one set aside once a second node has read it, too."""
+
+    async def drain(supervisor: Supervisor) -> None:
+        await until(lambda: (supervisor.job.newest_committed or CheckpointId(generation=0, step=0)).step >= 20)
+        supervisor.submit(Requested(request=Request.DRAIN, by="test"))
+
+    first = await run_job(tmp_path, scenario=drain, nodes="2", staging=staging)
+    newest = survey(first.store).newest()
+    assert newest is not None
+    shard = tmp_path / "store" / "small" / fmt.shard_key(newest.id, 1, 2)
+    data = bytearray(shard.read_bytes())
+    data[-10] ^= 0xFF
+    shard.write_bytes(data)
+    second = await run_job(tmp_path, nodes="2", staging=staging)
+    assert second.finish.exit_code == 0, second.output()
+    assert final_digests(second.store) == reference
+    (found,) = second.kinds("checkpoint quarantined")
+    assert str(newest.id) in found.reason
+    assert shard.name in found.reason
+    standings = {entry.id: entry.standing for entry in survey(second.store).entries}
+    assert standings[newest.id] is Standing.QUARANTINED
+    assert bytes(data) == shard.read_bytes()
 
 
 async def test_worker_killed_between_saves(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
