@@ -99,6 +99,7 @@ class S3Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # Ctrl-C ends what uses it first
             )
         self._wait_until(self._made_bucket, START_SECONDS)
 
