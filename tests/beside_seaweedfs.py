@@ -40,6 +40,8 @@ def main(command: Sequence[str]) -> int:
         return 2
     for number in ENDING:
         signal.signal(number, _raise_ended)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]  # somebody's profile, say: neither the server's nor the command's
     try:
         with tempfile.TemporaryDirectory(prefix="orchestrator-seaweedfs-") as folder, started(Path(folder)) as server:
             return run(command, server)
@@ -64,10 +66,9 @@ def started(folder: Path) -> Iterator[S3Server]:
 
 def run(command: Sequence[str], server: S3Server) -> int:
     """The command's exit code. A signal is handed on to it, once, and then it is waited for."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with subprocess.Popen(
         command,
-        env={**variables, **server.variables()},
+        env={**os.environ, **server.variables()},
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # or the terminal's Ctrl-C would reach it too, and a second one means more than one
     ) as process:

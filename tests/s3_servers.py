@@ -171,7 +171,8 @@ def seaweedfs(folder: Path) -> S3Server:
             *flags,
         ),
     )
-    return S3Server(name="SeaweedFS", command=command, port=ports["s3"], log=folder / "log")
+    variables = {"TMPDIR": str(folder)}  # of its own log files
+    return S3Server(name="SeaweedFS", command=command, port=ports["s3"], log=folder / "log", environment=variables)
 
 
 def localbucket(folder: Path) -> S3Server:

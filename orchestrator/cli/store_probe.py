@@ -33,7 +33,7 @@ PROBE_SECONDS_MAX = 6.0
 PATIENCE_SECONDS = 3.0
 """For how long is tried again what fails for a moment."""
 _FOLDER_ADVICE = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints"
-_ENDPOINT_ADVICE = "is its endpoint the right one (AWS_ENDPOINT_URL), and does this machine reach it?"
+_ENDPOINT_ADVICE = "see that its endpoint is the right one (AWS_ENDPOINT_URL), and that this machine reaches it"
 _BUCKET_ADVICE = "jobs cannot save there: docs/settings.md says what a bucket needs"
 _Result = TypeVar("_Result")
 
@@ -181,4 +181,4 @@ def _default_advice(url: str) -> str:
 def _silence_advice(url: str) -> str:
     if url.startswith("/"):
         return "its disk or file server hangs, or is busy: try `ls` there, and again later"
-    return f"{_ENDPOINT_ADVICE} Where do its credentials come from: does that answer?"
+    return f"{_ENDPOINT_ADVICE}, and the place where its credentials come from"

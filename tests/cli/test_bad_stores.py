@@ -132,13 +132,13 @@ def wrong_region(place: Place) -> Iterator[Bad]:
 def redirected(place: Place) -> Iterator[Bad]:
     """By a proxy, say: whatever is asked is elsewhere, and where, does it not say."""
     with answering(301, "PermanentRedirect", "") as url:
-        says = ("it redirects without an end", "is its endpoint the right one")
+        says = ("it redirects without an end", "its endpoint is the right one")
         yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials(url))
 
 
 @contextmanager
 def no_scheme(place: Place) -> Iterator[Bad]:
-    says = ("Invalid endpoint: localhost:9000", "is its endpoint the right one")
+    says = ("Invalid endpoint: localhost:9000", "its endpoint is the right one")
     yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials("localhost:9000"))
 
 
@@ -151,7 +151,7 @@ def password_in_the_endpoint(place: Place) -> Iterator[Bad]:
 
 @contextmanager
 def no_endpoint_at_all(place: Place) -> Iterator[Bad]:
-    says = ("the endpoint's address holds a user or password", "is its endpoint the right one")
+    says = ("the endpoint's address holds a user or password", "its endpoint is the right one")
     yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials(f"user:{WRONG_SECRET}@host"))
 
 
@@ -159,21 +159,21 @@ def no_endpoint_at_all(place: Place) -> Iterator[Bad]:
 def nobody_listens(place: Place) -> Iterator[Bad]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    says = (f"{url} cannot be reached", "is its endpoint the right one (AWS_ENDPOINT_URL)")
+    says = (f"{url} cannot be reached", "its endpoint is the right one (AWS_ENDPOINT_URL)")
     yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials(url))
 
 
 @contextmanager
 def silent_endpoint(place: Place) -> Iterator[Bad]:
     with silent() as url:
-        says = ("has not answered within", "is its endpoint the right one (AWS_ENDPOINT_URL)")
+        says = ("has not answered within", "its endpoint is the right one (AWS_ENDPOINT_URL)")
         yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials(url))
 
 
 @contextmanager
 def busy_endpoint(place: Place) -> Iterator[Bad]:
     with answering(503, "SlowDown", "") as url:
-        says = (f"{url} could not do it now: SlowDown (503)", "is its endpoint the right one")
+        says = (f"{url} could not do it now: SlowDown (503)", "its endpoint is the right one")
         yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials(url))
 
 
@@ -181,7 +181,7 @@ def busy_endpoint(place: Place) -> Iterator[Bad]:
 def no_s3_server(place: Place) -> Iterator[Bad]:
     """Some other web server."""
     with answering(404, "", "") as url:
-        says = ("it is no server for buckets", "is its endpoint the right one")
+        says = ("it is no server for buckets", "its endpoint is the right one")
         yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials(url))
 
 
@@ -383,3 +383,54 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+# ------------------------------------------------------------------------------------------ as processes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_a_silent_endpoint_does_not_keep_the_process_from_ending(verb: str, tmp_path: Path) -> None:
+    """Whatever a thread still waits for. The limit is longer than the promise: others share these cores."""
+    with silent() as url:
+        done = orchestrator(verb, f"s3://{BUCKET}/jobs", tmp_path, variables=credentials(url))
+    assert done.returncode == {"check": 1, "run": 2}[verb], done.stderr
+    assert "has not answered within" in done.stdout + done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_a_folder_that_this_user_may_not_write(verb: str, tmp_path: Path) -> None:
+    """Root may write everywhere, unless it is without that capability."""
+    folder = tmp_path / "jobs"
+    folder.mkdir(mode=0o555)
+    as_anybody: tuple[str, ...] = ()
+    if os.geteuid() == 0:
+        as_anybody = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+        tried = subprocess.run([*as_anybody, "touch", str(folder / "file")], capture_output=True, check=False)
+        if b"Permission denied" not in tried.stderr:
+            pytest.skip("root can do everything here")
+    done = orchestrator(verb, str(folder), tmp_path, before=as_anybody)
+    assert done.returncode == {"check": 1, "run": 2}[verb], done.stderr
+    told = " ".join((done.stdout + done.stderr).split())
+    for words in (str(folder), "Permission denied", "use a folder or file system that this user may write"):
+        assert words in told
+    assert "Traceback" not in told
+
+
+def orchestrator(
+    verb: str, store: str, folder: Path, *, before: tuple[str, ...] = (), variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`check` or `run` as a person types it, without this process's credentials."""
+    command = {"check": ("--json",), "run": ("--", sys.executable, "-c", "")}[verb]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    words = [sys.executable, "-m", "orchestrator", verb, "--job", JOB, "--store", store, "--staging", str(folder)]
+    return subprocess.run(
+        [*before, *words, *command],
+        env={**kept, "XDG_STATE_HOME": str(folder / "state"), **(variables or {})},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
