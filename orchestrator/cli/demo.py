@@ -45,6 +45,7 @@ from orchestrator.cli.store_probe import require_writable
 from orchestrator.config import JobConfig
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Finish
+from orchestrator.core.wording import counted
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import job_url, open_store
@@ -264,7 +265,7 @@ async def _play(
         while not running.done():
             state = supervisor.job
             size = state.gang.world_size if state.gang else 0
-            show(state.highest_step, f"{state.phase}, {size} ranks")
+            show(state.highest_step, f"{state.phase}, {counted(size, 'rank')}")
             if state.highest_step:
                 result.step_seconds = state.step_seconds
             if time.monotonic() > until:
@@ -364,7 +365,7 @@ def _report(plan: Plan, results: list[RunResult], seconds: float) -> Report:
     ]
     return Report(
         title="A job that survives",
-        subtitle=f"{plan.nodes} local nodes with {plan.workers_per_node} workers each, {plan.steps} steps",
+        subtitle=f"{plan.nodes} local nodes with {counted(plan.workers_per_node, 'worker')} each, {plan.steps} steps",
         events=analysis.timeline(main.records, main.start_seconds),
         generations=spans,
         losses=main.log.losses,

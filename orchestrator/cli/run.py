@@ -168,6 +168,7 @@ def _staging_problems(folder: Path) -> Iterator[str]:
 
 def _print_plan(settings: JobConfig, *, as_json: bool) -> None:
     from orchestrator.cli.terminal import facts, output, print_json, size_text
+    from orchestrator.core.wording import counted
 
     found = plan(settings)
     if as_json:
@@ -181,7 +182,10 @@ def _print_plan(settings: JobConfig, *, as_json: bool) -> None:
         ("workers per node", found["workers_per_node"]),
         ("world size", f"{found['world_size_min']} to {found['world_size_max']}"),
         ("command", " ".join(found["command"])),
-        ("save every", f"{found['save_every']} steps" if found["save_every"] else "on notice and at the end only"),
+        (
+            "save every",
+            counted(found["save_every"], "step") if found["save_every"] else "on notice and at the end only",
+        ),
         ("variables", " ".join(found["variables"])),
         ("staging folder", f"{found['staging']} ({size_text(found['staging_free_bytes'])} free)"),
     ]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.staging_folder import private_folder
+from orchestrator.core.wording import counted
 from orchestrator.errors import ConfigError, FencedError, OrchestratorError, SupervisorError
 
 START_SECONDS_MAX = 60.0
@@ -95,7 +96,7 @@ def _start_supervisor(folder: Path, *, store: str, job: str, save_every: int, wo
     process.returncode = 0  # it outlives us on purpose: no ResourceWarning, no wait
     sys.stderr.write(
         f"orchestrator: nobody supervises this script, so it supervises itself: checkpoints of job {job!r} go to "
-        f"{settings['store']}, every {save_every} steps, on SIGTERM and at the end\n"
+        f"{settings['store']}, every {counted(save_every, 'step')}, on SIGTERM and at the end\n"
     )
 
 
