@@ -34,6 +34,8 @@ PATIENCE_SECONDS = 3.0
 """For how long is tried again what fails for a moment."""
 _FOLDER_ADVICE = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints"
 _ENDPOINT_ADVICE = "see that its endpoint is the right one (AWS_ENDPOINT_URL), and that this machine reaches it"
+_DENIED_ADVICE = "jobs list, read and write there: give credentials that may do that (docs/settings.md)"
+_FULL_ADVICE = "make room, or name another store"
 _BUCKET_ADVICE = "jobs cannot save there: docs/settings.md says what a bucket needs"
 _Result = TypeVar("_Result")
 
@@ -99,10 +101,11 @@ def probe(store: ObjectStore, first: Callable[[], object] = lambda: None) -> Pro
         problem = f"has not answered within {PROBE_SECONDS_MAX:.0f} s"
         return Probe(url=url, problem=problem, advice=_silence_advice(url), silent=True)
     except StoreError as error:
-        return Probe(url=url, problem=_problem(url, error), advice=_advice(url, error))
+        problem, advice = _problem_and_advice(url, error)
+        return Probe(url=url, problem=problem, advice=advice)
     except ConfigError as error:
-        problem = "; ".join(error.problems).removeprefix("store: ")
-        return Probe(url=url, problem=problem, advice=_default_advice(url))
+        problem, _, advice = "; ".join(error.problems).removeprefix("store: ").partition("; ")
+        return Probe(url=url, problem=problem, advice=advice or _default_advice(url))
     except (ValueError, RecursionError) as error:  # how SDKs refuse an address that is none, or lead in a circle
         if url.startswith("/"):
             raise
@@ -150,24 +153,24 @@ def _within(seconds: float, action: Callable[[], _Result]) -> _Result:
     raise _SilentError
 
 
-def _problem(url: str, error: StoreError) -> str:
-    if isinstance(error, NotFoundError) and not url.startswith("/"):  # of a bucket's listing, or of what was written
-        return "what answers there knows neither bucket nor objects: it is no server for buckets, or another one"
-    return error.problem
-
-
-def _advice(url: str, error: StoreError) -> str:
+def _problem_and_advice(url: str, error: StoreError) -> tuple[str, str]:
+    """Where the problem's own words end in what to do, nothing is added."""
+    if url.startswith("/"):
+        return error.problem, _FULL_ADVICE if isinstance(error, StoreFullError) else _FOLDER_ADVICE
+    if isinstance(error, NotFoundError):  # of a bucket's listing, or of what was just written
+        return "what answers there knows neither bucket nor objects", _ENDPOINT_ADVICE
+    problem, _, own_advice = error.problem.partition("; ")
     match error:
+        case _ if own_advice:
+            return problem, own_advice
         case StoreFullError():
-            return "make room, or name another store"
-        case _ if url.startswith("/"):
-            return _FOLDER_ADVICE
-        case StoreUnavailableError() | NotFoundError():
-            return _ENDPOINT_ADVICE
+            return problem, _FULL_ADVICE
+        case StoreUnavailableError():
+            return problem, f"try again later, or {_ENDPOINT_ADVICE}"
         case StoreDeniedError():
-            return "jobs list, read and write there: give credentials that may do that (docs/settings.md)"
+            return problem, _DENIED_ADVICE
         case _:
-            return _BUCKET_ADVICE
+            return problem, _BUCKET_ADVICE
 
 
 def _without_password(text: str) -> str:

@@ -181,7 +181,7 @@ def busy_endpoint(place: Place) -> Iterator[Bad]:
 def no_s3_server(place: Place) -> Iterator[Bad]:
     """Some other web server."""
     with answering(404, "", "") as url:
-        says = ("it is no server for buckets", "its endpoint is the right one")
+        says = ("knows neither bucket nor objects", "its endpoint is the right one")
         yield Bad(url=f"s3://{BUCKET}/jobs", says=says, variables=credentials(url))
 
 
