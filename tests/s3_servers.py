@@ -99,6 +99,7 @@ class S3Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # Ctrl-C ends what uses it first
             )
         self._wait_until(self._made_bucket, START_SECONDS)
 
@@ -170,7 +171,8 @@ def seaweedfs(folder: Path) -> S3Server:
             *flags,
         ),
     )
-    return S3Server(name="SeaweedFS", command=command, port=ports["s3"], log=folder / "log")
+    variables = {"TMPDIR": str(folder)}  # of its own log files
+    return S3Server(name="SeaweedFS", command=command, port=ports["s3"], log=folder / "log", environment=variables)
 
 
 def localbucket(folder: Path) -> S3Server:

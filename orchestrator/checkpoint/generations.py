@@ -31,6 +31,7 @@ from orchestrator.errors import (
     StoreError,
     VersionError,
 )
+from orchestrator.storage.arguments import is_probe
 from orchestrator.storage.base import ObjectStore
 
 OWN_CLAIMS_MAX = 16  # claims of our own earlier attempts that may be skipped; more means that something is wrong
@@ -112,20 +113,19 @@ def _skipped(catalog: Catalog, chosen: CheckpointId | None, avoid: Collection[Ch
 
 
 def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) -> int:
-    generations = read_generations(store)
+    return _claim_after(store, who, may_start(store, who), wall_seconds)
+
+
+def may_start(store: ObjectStore, who: Claimant) -> int:
+    """The highest generation, 0 if there is none, where this claimant may claim the next one. Writes nothing.
+
+    Raises FencedError, JobOverError, FormatError, StoreError.
+    """
+    generations = claims_of(store, who.job)
     if not generations:
-        foreign = next(iter(store.entries("")), None)
-        if foreign is None:
-            return _claim_after(store, who, 0, wall_seconds)
-        generations = read_generations(store)
-        if not generations:  # else somebody has made the first claim since we looked
-            raise FencedError(
-                f"{store.url} holds {foreign.key}, which is not of a job of this project; choose another folder"
-            )
+        return 0
     highest = max(generations)
     record = generations[highest]
-    if record.job != who.job:
-        raise FencedError(f"{store.url} belongs to the job {record.job!r}, not to {who.job!r}")
     end = read_end(store, highest)
     if end is not None and end.outcome is Outcome.DONE and not who.take_over:
         raise JobOverError(
@@ -142,7 +142,25 @@ def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) ->
             f"the job {who.job!r} at {store.url} belongs to owner {record.owner}, which has not ended it "
             f"(generation {highest}); if that run is dead for certain, use --take-over"
         )
-    return _claim_after(store, who, highest, wall_seconds)
+    return highest
+
+
+def claims_of(store: ObjectStore, job: str) -> dict[int, fmt.GenerationRecord]:
+    """All claims by number. Raises FencedError if the folder is another job's, or holds what is no job's."""
+    generations = read_generations(store)
+    if not generations:
+        foreign = next((entry for entry in store.entries("") if not is_probe(entry.key)), None)
+        if foreign is None:
+            return {}
+        generations = read_generations(store)
+        if not generations:  # else somebody has made the first claim since we looked
+            raise FencedError(
+                f"{store.url} holds {foreign.key}, which is not of a job of this project; choose another folder"
+            )
+    record = generations[max(generations)]
+    if record.job != job:
+        raise FencedError(f"{store.url} belongs to the job {record.job!r}, not to {job!r}; choose another folder")
+    return generations
 
 
 def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict
 from orchestrator.agent.node import Agent
 from orchestrator.agent.ports import real_ports
 from orchestrator.agent.settings import AgentSettings
+from orchestrator.checkpoint.generations import Claimant
+from orchestrator.cli.store_probe import require_fit
 from orchestrator.clock import SystemClock
 from orchestrator.core.messages import Finish
 from orchestrator.core.states import JobSpec
@@ -127,6 +129,7 @@ def main() -> int:
     state = StateFolder(settings.job, url)
     try:
         _acquire(state)
+        _require_fit_store(settings.job, state, url)
         finish = asyncio.run(supervise(settings, state, url))
     except OrchestratorError as error:
         finish = Finish(exit_code=int(error.exit_code), reason=str(error))
@@ -149,6 +152,13 @@ def _acquire(state: StateFolder) -> None:
             if time.monotonic() > until:
                 raise
             time.sleep(0.1)
+
+
+def _require_fit_store(job: str, state: StateFolder, url: str) -> None:
+    """Raises FencedError, ConfigError."""
+    told = require_fit(url, Claimant(job=job, owner=state.owner(), claimant="", take_over=False))
+    if told:
+        sys.stderr.write(told + "\n")
 
 
 def _tell(settings: AttachedSettings, finish: Finish) -> None:

@@ -1,7 +1,7 @@
 """`orchestrator check`: are this machine, this store and this staging folder fit for a job? Findings say what to do.
 
-It starts nothing. On the store it writes one small object of a random name and deletes it again; torch is not
-imported, only its version is read.
+It starts nothing. On the store it writes one small object of a random name and deletes it again (`store_probe`);
+torch is not imported, only its version is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import typer
 from rich.text import Text
 
 from orchestrator.cli.terminal import output, print_json, size_text, table
-from orchestrator.errors import AlreadyExistsError, OrchestratorError, StoreError
+from orchestrator.errors import ConfigError, OrchestratorError
 
 if TYPE_CHECKING:
     from orchestrator.storage.base import ObjectStore
@@ -42,8 +42,6 @@ PACKAGES = (
     "boto3",
     "google-cloud-storage",
 )
-_FOLDER_ADVICE = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints"
-_BUCKET_ADVICE = "jobs cannot save there: see docs/settings.md for what a bucket needs"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
@@ -59,13 +57,16 @@ class Finding:
 
 def check(
     store: Annotated[str | None, typer.Option(metavar="URL", help="The folder or bucket that holds the jobs.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="NAME", help="With --store: look into this job's folder.")] = None,
     staging: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder in memory for shards.")] = Path("/dev/shm"),
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check versions, cores, clock, state and staging folder, and with --store the store. Exit code 1 on a fail."""
+    if job is not None and store is None:
+        raise ConfigError("--job names a folder of the store: --store URL says which store")
     findings = [*check_machine(), check_state_folder(), *check_staging(staging.absolute())]
     if store is not None:
-        findings += check_store(store)
+        findings += check_store(store, job)
     if json_output:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -172,45 +173,39 @@ def file_system_of(folder: Path) -> str:
 # -------------------------------------------------------------------------------------------------- the store
 
 
-def check_store(url: str) -> list[Finding]:
-    """Writable, create-if-absent really exclusive, reads back, free space."""
-    from orchestrator.storage.opening import PERSON_PATIENCE_SECONDS, open_store
+def check_store(url: str, job: str | None = None) -> list[Finding]:
+    """Writable, create-if-absent really exclusive, reads back, free space; with a job: its folder is no other's."""
+    from orchestrator.cli.store_probe import PATIENCE_SECONDS
+    from orchestrator.storage.opening import job_url, open_store
 
-    store = open_store(url, PERSON_PATIENCE_SECONDS)
+    store = open_store(url if job is None else job_url(url, job), PATIENCE_SECONDS)
     root = Path(store.url) if store.url.startswith("/") else None
     missing = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
-    findings = [_probe(store)]
+    findings = list(_probe(store, job))
     if missing and findings[0].level == OK:
         findings.append(Finding(what="store folder", level=OK, found="is not there yet; the first run makes it"))
-    if root is not None:
+    if root is not None and findings[0].level == OK:
         findings.append(_store_space(root))
     for path in missing:
         _remove_if_empty(path)
     return findings
 
 
-def _probe(store: ObjectStore) -> Finding:
-    key = f"probe-{secrets.token_hex(8)}"
-    try:
-        problem = _write_twice(store, key)
-        store.delete(key)
-    except StoreError as error:
-        problem = error.problem
-    except OrchestratorError as error:
-        problem = str(error)
-    advice = _FOLDER_ADVICE if store.url.startswith("/") else _BUCKET_ADVICE
-    return _judge("store", not problem, f"{store.url}: " + (problem or "writes once, and reads back"), advice)
+def _probe(store: ObjectStore, job: str | None) -> Iterator[Finding]:
+    from orchestrator.checkpoint.generations import claims_of
+    from orchestrator.cli.store_probe import probe
 
-
-def _write_twice(store: ObjectStore, key: str) -> str:
-    """What goes wrong when a key is written twice; empty if the second time is refused and the first one stands."""
-    first, second = secrets.token_bytes(32), secrets.token_bytes(32)
-    store.create(key, [first])
     try:
-        store.create(key, [second])
-    except AlreadyExistsError:
-        return "" if store.read(key) == first else "gave back other bytes than were written"
-    return "wrote one key twice: create-if-absent is not exclusive here"
+        found = probe(store) if job is None else probe(store, lambda: claims_of(store, job))
+    except OrchestratorError as error:  # what is there is not this job's, or not readable: nothing was written
+        advice = "jobs need a folder of their own: another --job, or another --store"
+        yield Finding(what="store", level=FAIL, found=str(error), advice=advice)
+        return
+    words = found.problem or "writes once, and reads back"
+    yield _judge("store", not found.problem, f"{found.url}: {words}", found.advice)
+    if found.left_key:
+        advice = "jobs work without that; such probes stay until somebody deletes them"
+        yield Finding(what="store deletes", level=WARN, found=f"may not delete {found.left_key}", advice=advice)
 
 
 def _store_space(root: Path) -> Finding:

@@ -1,7 +1,8 @@
 """`orchestrator demo`: a small training loses a machine, shrinks, grows back, has a worker killed, and ends exactly.
 
-Three runs of examples/gpt/train.py on local nodes, store = a folder: the uninterrupted reference, the main one, and
-one that is killed and resumed at the same world size. It checks itself and exits 1 if a check fails.
+Three runs of examples/gpt/train.py on local nodes: the uninterrupted reference, the main one, and one that is killed
+and resumed at the same world size. Checkpoints go to a folder or, with --store, to any store, and are read back from
+there. It checks itself and exits 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -38,9 +41,11 @@ from orchestrator.cli.report_page import (
     render,
     summary_rows,
 )
+from orchestrator.cli.store_probe import require_writable
 from orchestrator.config import JobConfig
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Finish
+from orchestrator.core.wording import counted
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import job_url, open_store
@@ -66,6 +71,12 @@ class Plan:
     save_every: int
     deadline_seconds: float
     output: Path
+    store: str | None = None
+    """Where this demo's jobs keep their checkpoints; None: below the output folder."""
+
+    def store_of(self, run: str) -> str:
+        """The store of one run."""
+        return str(self.output / "runs" / run / "store") if self.store is None else self.store
 
 
 @dataclass(kw_only=True)
@@ -102,6 +113,10 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
+    def show(self, run: TaskID, step: int, state: str) -> None:
+        """How far a run is."""
+        self.progress.update(run, completed=step, state=state)
+
     def line(self, text: str) -> None:
         """Print one event's line above the progress."""
         if self._console.is_terminal:
@@ -120,6 +135,12 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for what the runs leave; an earlier demo is removed.")] = Path(
         "demo-output"
     ),
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Keep the checkpoints there and not in the output folder; nothing is removed."
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Train a small GPT through a preemption, a shrink, a growth and a kill, and check that nothing was lost."""
@@ -130,6 +151,7 @@ def demo(
         save_every=save_every,
         deadline_seconds=deadline_seconds,
         output=output.absolute(),
+        store=None if store is None else job_url(store, f"demo-{secrets.token_hex(4)}"),  # no earlier demo's
     )
     _prepare(plan)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH)
@@ -153,6 +175,8 @@ def demo(
 def _prepare(plan: Plan) -> None:
     if not EXAMPLE.exists():
         raise ConfigError(f"{EXAMPLE} is not here: run the demo in the project's folder")
+    if plan.store is not None:
+        require_writable(plan.store)
     marker = plan.output / "report.html"
     if plan.output.exists() and any(plan.output.iterdir()) and not (marker.exists() or (plan.output / "runs").exists()):
         raise ConfigError(f"{plan.output} holds other files than a demo's; name another folder with --output")
@@ -176,7 +200,7 @@ def _run(plan: Plan, name: str, title: str, scenario: Scenario, screen: Screen) 
     ]
     config = JobConfig(
         job=f"demo-{name}",
-        store=str(folder / "store"),
+        store=plan.store_of(name),
         command=tuple(command),
         nodes=f"1:{plan.nodes}",
         workers_per_node=plan.workers_per_node,
@@ -195,11 +219,7 @@ def _run(plan: Plan, name: str, title: str, scenario: Scenario, screen: Screen) 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     job = LocalJob(config, LocalJobOptions(job_url=url, take_over=True, echo_output=False, sinks=(show,)))
     job.acquire()
-    finish = asyncio.run(
-        _play(
-            job, plan, scenario, lambda step, state: screen.progress.update(task, completed=step, state=state), result
-        )
-    )
+    finish = asyncio.run(_ended_by_signals(_play(job, plan, scenario, partial(screen.show, task), result)))
     screen.progress.update(task, state="done" if finish.exit_code == 0 else "failed")
     if finish.exit_code != 0:
         raise OrchestratorError(
@@ -208,6 +228,27 @@ def _run(plan: Plan, name: str, title: str, scenario: Scenario, screen: Screen) 
     result.wall_seconds = time.monotonic() - result.start_seconds
     result.log = analysis.read_training_log(folder / "log")
     return result
+
+
+async def _ended_by_signals(playing: Coroutine[Any, Any, Finish]) -> Finish:
+    """Raises OrchestratorError after SIGTERM or SIGHUP, when what was started is gone. Ctrl-C does it by itself."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(playing)
+    came: list[str] = []
+
+    def end(number: signal.Signals) -> None:
+        came.append(number.name)
+        if len(came) == 1:  # a second one would cut ending the nodes short
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, end, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if came:
+            raise OrchestratorError(f"ended by {came[0]}; nothing of the demo runs any more") from None
+        raise
 
 
 async def _play(
@@ -220,17 +261,21 @@ async def _play(
     supervisor = job.supervisor
     acting: asyncio.Task[None] = asyncio.create_task(scenario(supervisor, plan))
     until = time.monotonic() + RUN_SECONDS_MAX
-    while not running.done():
-        state = supervisor.job
-        size = state.gang.world_size if state.gang else 0
-        show(state.highest_step, f"{state.phase}, {size} ranks")
-        if state.highest_step:
-            result.step_seconds = state.step_seconds
-        if time.monotonic() > until:
+    try:
+        while not running.done():
+            state = supervisor.job
+            size = state.gang.world_size if state.gang else 0
+            show(state.highest_step, f"{state.phase}, {counted(size, 'rank')}")
+            if state.highest_step:
+                result.step_seconds = state.step_seconds
+            if time.monotonic() > until:
+                raise OrchestratorError(f"the run did not end within {RUN_SECONDS_MAX:.0f} s")
+            await asyncio.wait({running}, timeout=0.1)
+    finally:
+        acting.cancel()
+        if not running.done():
             running.cancel()
-            raise OrchestratorError(f"the run did not end within {RUN_SECONDS_MAX:.0f} s")
-        await asyncio.wait({running}, timeout=0.1)
-    acting.cancel()
+            await asyncio.wait({running})  # until the nodes are gone
     with contextlib.suppress(asyncio.CancelledError):
         await acting  # a scenario that failed is a bug of the demo, and is raised here
     show(supervisor.job.highest_step, "ended")
@@ -320,7 +365,7 @@ def _report(plan: Plan, results: list[RunResult], seconds: float) -> Report:
     ]
     return Report(
         title="A job that survives",
-        subtitle=f"{plan.nodes} local nodes with {plan.workers_per_node} workers each, {plan.steps} steps",
+        subtitle=f"{plan.nodes} local nodes with {counted(plan.workers_per_node, 'worker')} each, {plan.steps} steps",
         events=analysis.timeline(main.records, main.start_seconds),
         generations=spans,
         losses=main.log.losses,
@@ -331,6 +376,7 @@ def _report(plan: Plan, results: list[RunResult], seconds: float) -> Report:
             ("three runs took", f"{seconds:.0f} s"),
             (SAMPLES_FACT, "0" if checks[3].passed and checks[4].passed else "some"),
             ("a step took", f"{reference.step_seconds:.3f} s"),
+            *(() if plan.store is None else (("checkpoints are in", plan.store),)),
         ),
     )
 

@@ -8,6 +8,7 @@ import typer
 
 from orchestrator.cli.client import connect
 from orchestrator.cli.terminal import say
+from orchestrator.core.wording import counted
 
 
 def resize(
@@ -16,4 +17,4 @@ def resize(
 ) -> None:
     """Save, then go on with NODES nodes; new nodes join soon after they are there. Returns when it is accepted."""
     connect(job).request("resize", nodes=nodes)
-    say(f"accepted: the job {job!r} goes on with {nodes} nodes after its next save")
+    say(f"accepted: the job {job!r} goes on with {counted(nodes, 'node')} after its next save")

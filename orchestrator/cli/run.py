@@ -25,7 +25,7 @@ from orchestrator.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from orchestrator.config import JobConfig
     from orchestrator.core.messages import Finish
-    from orchestrator.supervisor.local_job import LocalJob
+    from orchestrator.supervisor.local_job import LocalJob, LocalJobOptions
     from orchestrator.telemetry import EventRecord, Sink
 
 CONTEXT = {"allow_interspersed_args": False}
@@ -43,7 +43,7 @@ def run(
     ] = None,
     job: Annotated[str | None, typer.Option(metavar="NAME", help="The job's name; its folder in the store.")] = None,
     store: Annotated[
-        str | None, typer.Option(metavar="URL", help="Folder or file:// URL that holds the jobs' folders.")
+        str | None, typer.Option(metavar="URL", help="Folder or bucket that holds the jobs' folders; tried first.")
     ] = None,
     nodes: Annotated[
         str | None, typer.Option(metavar="MIN:MAX", help="Waits below MIN nodes, asks for no more than MAX.")
@@ -176,6 +176,7 @@ def _staging_problems(folder: Path) -> Iterator[str]:
 
 def _print_plan(settings: JobConfig, *, as_json: bool) -> None:
     from orchestrator.cli.terminal import facts, output, print_json, size_text
+    from orchestrator.core.wording import counted
 
     found = plan(settings)
     if as_json:
@@ -189,7 +190,10 @@ def _print_plan(settings: JobConfig, *, as_json: bool) -> None:
         ("workers per node", found["workers_per_node"]),
         ("world size", f"{found['world_size_min']} to {found['world_size_max']}"),
         ("command", " ".join(found["command"])),
-        ("save every", f"{found['save_every']} steps" if found["save_every"] else "on notice and at the end only"),
+        (
+            "save every",
+            counted(found["save_every"], "step") if found["save_every"] else "on notice and at the end only",
+        ),
         ("keep", _kept(found["keep_last"], found["keep_every"])),
         ("variables", " ".join(found["variables"])),
         ("staging folder", f"{found['staging']} ({size_text(found['staging_free_bytes'])} free)"),
@@ -261,12 +265,30 @@ def _run_locally(settings: JobConfig, take_over: bool, talk: Talk) -> int:
     job = LocalJob(settings, options)
     job.acquire()
     try:
+        check_store_before_start(job, options, settings.job, talk)
+    except BaseException:
+        job.state.release()
+        raise
+    try:
         finish = asyncio.run(_supervise(job, talk))
     except asyncio.CancelledError:
         talk.last(int(ExitCode.FAILED), "ended at once by Ctrl-C; what was being saved may be lost")
         return int(ExitCode.FAILED)
     talk.last(finish.exit_code, _last_words(job, finish))
     return finish.exit_code
+
+
+def check_store_before_start(job: LocalJob, options: LocalJobOptions, name: str, talk: Talk) -> None:
+    """Raises FencedError, ConfigError. A gang that still runs needs its supervisor whatever the store does now."""
+    from orchestrator.checkpoint.generations import Claimant
+    from orchestrator.cli.store_probe import require_fit
+
+    if job.takes_back:
+        return
+    who = Claimant(job=name, owner=job.owner, claimant="", take_over=options.take_over)
+    told = require_fit(options.job_url, who)
+    if told:
+        talk.say(told)
 
 
 async def _supervise(job: LocalJob, talk: Talk) -> Finish:

@@ -13,6 +13,7 @@ from orchestrator.core.messages import Outcome, ReleaseNode, Verdict
 from orchestrator.core.policy import AfterExit, after_exits
 from orchestrator.core.states import Ending, Phase, Trigger
 from orchestrator.core.turn import Turn
+from orchestrator.core.wording import counted
 from orchestrator.errors import ExitCode
 
 
@@ -50,7 +51,7 @@ def _pace(turn: Turn) -> None:
     job = turn.job
     pause_seconds = ladder.pause_seconds(job.barren)
     if pause_seconds and job.ending is None:
-        reason = f"{job.barren} generations without a new checkpoint: {pause_seconds:.0f} s of pause"
+        reason = f"{counted(job.barren, 'generation')} without a new checkpoint: {pause_seconds:.0f} s of pause"
         turn.note("restart delayed", reason)
         turn.set(retry_at_seconds=turn.now + pause_seconds)
 
@@ -138,7 +139,9 @@ def _judge_loss(turn: Turn) -> None:
     fruitless = job.fruitless + 1
     turn.set(fruitless=fruitless)
     if fruitless > job.spec.fruitless_max:
-        reason = f"{fruitless} generations in a row lost nodes before they committed anything, at last {lost}"
+        reason = (
+            f"{counted(fruitless, 'generation')} in a row lost nodes before they committed anything, at last {lost}"
+        )
         turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.NEVER_RESTART), reason=reason))
 
 

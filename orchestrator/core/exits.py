@@ -8,6 +8,7 @@ from orchestrator.core.policy import describe_exit
 from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Ending, Phase, Trigger
 from orchestrator.core.turn import Turn
+from orchestrator.core.wording import all_of
 from orchestrator.errors import ExitCode
 
 
@@ -44,7 +45,7 @@ def _finished(turn: Turn) -> None:
         return
     exits = job.ranks.known_exits()
     if any(event.attached for event in exits):
-        reason = f"all {len(exits)} ranks are done at step {job.highest_step}"
+        reason = f"{all_of(len(exits), 'rank is', 'ranks are')} done at step {job.highest_step}"
         if job.until is not None and job.highest_step < job.until:
             newest = job.newest_committed
             saved = f"the newest checkpoint is of step {newest.step}" if newest else "there is no checkpoint"

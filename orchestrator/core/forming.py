@@ -23,6 +23,7 @@ from orchestrator.core.messages import (
 from orchestrator.core.ranks import NOBODY, Ranks, RankSet
 from orchestrator.core.states import Ending, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
+from orchestrator.core.wording import all_of, counted
 from orchestrator.errors import ExitCode
 
 FIRST_OPEN_RETRIES_MAX = 4  # at the very start of a job; later a failing store is asked for ever
@@ -36,7 +37,7 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
         return
     turn.add_node(event.node, event.objects_url)
     turn.set(nodes_requested=max(0, job.nodes_requested - 1))
-    turn.note("node joined", f"{event.workers} workers can run there", node=event.node)
+    turn.note("node joined", f"{counted(event.workers, 'worker')} can run there", node=event.node)
     if event.returned is not None:
         returning.on_gang_returned(turn, event.returned)
 
@@ -106,7 +107,7 @@ def _give_back(turn: Turn) -> None:
         if node.going:
             release(turn, name, "it was announced to go, and nothing of it is needed any more")
         elif name in extra:
-            release(turn, name, f"the job runs on {job.wanted_nodes} nodes now")
+            release(turn, name, f"the job runs on {counted(job.wanted_nodes, 'node')} now")
 
 
 def release(turn: Turn, name: str, reason: str) -> None:
@@ -125,7 +126,7 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     base = f"checkpoint {event.base}" if event.base else "a fresh start"
     turn.note(
         "generation opened",
-        f"{len(job.members)} nodes load {base}"
+        f"{counted(len(job.members), 'node loads', 'nodes load')} {base}"
         + (f", {event.rolled_forward} rolled forward" if event.rolled_forward else ""),
         generation=event.generation,
         step=event.base.step if event.base else 0,
@@ -259,7 +260,7 @@ def on_rank_attached(turn: Turn, event: RankAttached) -> None:
     if job.ranks.everyone <= job.ranks.attached:
         turn.go(Trigger.ALL_ATTACHED)
         turn.set(progress_at_seconds=turn.now)
-        turn.note("running", f"all {job.gang.world_size} ranks attached at step {event.step}", step=event.step)
+        turn.note("running", f"{all_of(job.gang.world_size, 'rank')} attached at step {event.step}", step=event.step)
         _resume_leaving(turn)
         proposing.drive(turn)
 
@@ -275,7 +276,7 @@ def _resume_leaving(turn: Turn) -> None:
     if turn.job.ending is not None:
         leaving.leave(turn, turn.job.ending.reason)
     elif turn.job.gang is not None and len(turn.job.gang.nodes) > turn.job.wanted_nodes:
-        leaving.leave(turn, f"the job shall have {turn.job.wanted_nodes} nodes now")
+        leaving.leave(turn, f"the job shall have {counted(turn.job.wanted_nodes, 'node')} now")
 
 
 def on_rank_planned(turn: Turn, event: RankPlanned) -> None:

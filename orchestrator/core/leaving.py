@@ -8,6 +8,7 @@ from orchestrator.core import breaking, courses, growing, proposing
 from orchestrator.core.messages import NoticeKind, NoticeReceived, Outcome, Request, Requested
 from orchestrator.core.states import Ending, Leave, Node, Phase
 from orchestrator.core.turn import Turn
+from orchestrator.core.wording import counted
 from orchestrator.errors import ExitCode
 
 
@@ -115,7 +116,10 @@ def on_requested(turn: Turn, event: Requested) -> None:
     job = turn.job
     if job.phase in (Phase.ENDING, Phase.ENDED):
         return
-    turn.note("requested", f"{event.request} by {event.by}" + (f", {event.nodes} nodes" if event.nodes else ""))
+    turn.note(
+        "requested",
+        f"{event.request} by {event.by}" + (f", {counted(event.nodes, 'node')}" if event.nodes else ""),
+    )
     match event.request:
         case Request.DRAIN:
             reason = f"drained by {event.by}"
@@ -132,7 +136,7 @@ def on_requested(turn: Turn, event: Requested) -> None:
             assert event.nodes is not None
             turn.set(wanted_nodes=event.nodes)
             if job.gang is not None and (len(job.gang.nodes) > event.nodes or growing.could_grow(turn)):
-                leave(turn, f"resize to {event.nodes} nodes")
+                leave(turn, f"resize to {counted(event.nodes, 'node')}")
     proposing.drive(turn)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.core.wording import counted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -75,11 +77,15 @@ def choose_size(
         return Size(
             count=None,
             could_grow=False,
-            reason=f"no number of nodes from {nodes_min} to {nodes_wanted} with {workers_per_node} workers each gives "
-            f"an allowed world size {list(allowed_world_sizes or ())}",
+            reason=f"no number of nodes from {nodes_min} to {nodes_wanted} with "
+            f"{counted(workers_per_node, 'worker')} each gives an allowed world size {list(allowed_world_sizes or ())}",
         )
     if count < nodes_min or count == 0:
-        return Size(count=None, could_grow=True, reason=f"{available} nodes are available, {nodes_min} are needed")
+        return Size(
+            count=None,
+            could_grow=True,
+            reason=f"{counted(available, 'node is', 'nodes are')} available, {nodes_min} needed",
+        )
     spare = available - count
     reason = f"{count} of {nodes_wanted} wanted nodes" + (f", {spare} spare" if spare else "")
     return Size(count=count, could_grow=count < largest, reason=reason)

@@ -11,6 +11,7 @@ from orchestrator.core.policy import arm_now, periodic_step
 from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
+from orchestrator.core.wording import all_of, counted
 
 
 def on_save_asked(turn: Turn, event: SaveAsked) -> None:
@@ -174,7 +175,7 @@ def _propose_periodic(turn: Turn) -> None:
     final = step == job.until
     if not final and (job.ranks.busy or turn.now < job.save_not_before_seconds):
         return  # an upload may end in time; once the step is out of reach, it is noted as skipped
-    why = "the job's last step" if final else f"every {job.spec.save_every_steps} steps"
+    why = "the job's last step" if final else f"every {counted(job.spec.save_every_steps, 'step')}"
     _propose(turn, step, why, f"next save after step {job.last_save_step}")
 
 
@@ -188,7 +189,7 @@ def _note_skipped(turn: Turn, step: int) -> None:
     busy = list(job.ranks.busy)
     why = f"both slots of ranks {busy} are still needed" if busy else "no step could be agreed in time"
     if turn.now < job.save_not_before_seconds:
-        why = f"the store has failed {job.failed_saves} saves in a row: {job.trouble}"
+        why = f"the store has failed {counted(job.failed_saves, 'save')} in a row: {job.trouble}"
     turn.note("save skipped", f"{why}; the next one is at step {step}", step=missed)
 
 
@@ -220,7 +221,7 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
     turn.set(proposal=None, attempt=1, save_asked=False, last_save_step=max(job.last_save_step, proposal.step))
     remaining = None if deadline is None else max(deadline - turn.now, 0.0)
     choice = leave.choice if leave else None
-    why = leave.reason if leave else f"all {job.gang.world_size} ranks echoed"
+    why = leave.reason if leave else f"{all_of(job.gang.world_size, 'rank')} echoed"
     arithmetic = f"; {choice.reason}" if choice else ""
     without = f"; without ranks {list(absent)}" if absent else ""
     facts = turn.facts(fits=choice.makes_it) if choice else {}

@@ -23,13 +23,17 @@ from orchestrator.core.messages import (
 from orchestrator.core.ranks import Ranks, RankSet
 from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
+from orchestrator.core.wording import counted
 
 
 def on_nodes_found(turn: Turn, event: NodesFound) -> None:
     """Nodes of an earlier supervisor's are still there: they are awaited before anything is formed."""
     turn.set(expected=frozenset(event.nodes), expect_until_seconds=turn.now + turn.job.spec.return_seconds)
     if event.nodes:
-        turn.note("nodes found", f"{len(event.nodes)} nodes were left running: they may take some time to report")
+        turn.note(
+            "nodes found",
+            f"{counted(len(event.nodes), 'node was', 'nodes were')} left running; reporting may take some time",
+        )
 
 
 def on_gang_returned(turn: Turn, event: GangReturned) -> None:

@@ -8,6 +8,7 @@ from orchestrator.core import breaking, handovers, preflight, settling
 from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.messages import Staged, Upload, Uploaded, UploadFailed
 from orchestrator.core.turn import Turn
+from orchestrator.core.wording import counted
 
 
 def on_staged(turn: Turn, event: Staged) -> None:
@@ -22,7 +23,9 @@ def on_staged(turn: Turn, event: Staged) -> None:
         save = save.changed(state=SaveState.UPLOADING, complete_at_seconds=turn.now)
         turn.set_save(save)
         size = f"{save.size_bytes / 2**20:.1f} MiB"
-        turn.note("staged", f"{len(save.staged)} ranks hold {size} in memory", step=event.step)
+        turn.note(
+            "staged", f"{counted(len(save.staged), 'rank holds', 'ranks hold')} {size} in memory", step=event.step
+        )
         upload(turn, save)
         handovers.ask(turn)
     move_saves(turn)

@@ -6,12 +6,14 @@ Not here: which keys a job uses (`checkpoint/format`). Called by every back end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from orchestrator.errors import StoreError
 
 TEMPORARY_PREFIX = ".tmp-"
 """Starts the name of an unfinished write; never part of a key."""
+_PROBE = re.compile(r"probe-[0-9a-f]{16}")
 
 
 def key_parts(key: str) -> list[str]:
@@ -20,6 +22,11 @@ def key_parts(key: str) -> list[str]:
     for part in parts:
         _check_part(key, part)
     return parts
+
+
+def is_probe(key: str) -> bool:
+    """Whether this is what somebody wrote to try a store, and may not or could not delete."""
+    return _PROBE.fullmatch(key) is not None
 
 
 def prefix_parts(prefix: str) -> tuple[list[str], str]:

@@ -45,7 +45,14 @@ class LocalJob:
         self._terms = terms_of(config, options.job_url)
         self._claimant = ""
         self._owner = ""
+        self.takes_back = False
+        """Nodes of a supervisor that died still run, and this one goes on in its name; known once acquired."""
         self.supervisor: Supervisor | None = None
+
+    @property
+    def owner(self) -> str:
+        """What may start this job again; known once acquired."""
+        return self._owner
 
     @property
     def logs(self) -> Path:
@@ -65,9 +72,10 @@ class LocalJob:
         self.state.acquire()
         self._owner = self.state.owner()
         left = read_leftovers(self._nodes_file)
-        same = left.terms == self._terms and not self._options.take_over and any(node.is_alive() for node in left.nodes)
-        self._claimant = left.claimant if same else secrets.token_hex(8)
-        if same:  # nodes read from each other: those that are left and those that come later need one token
+        same = left.terms == self._terms and not self._options.take_over
+        self.takes_back = same and any(node.is_alive() for node in left.nodes)
+        self._claimant = left.claimant if self.takes_back else secrets.token_hex(8)
+        if self.takes_back:  # nodes read from each other: those that are left and those that come later need one token
             self._token = self.state.published_token() or self._token
 
     @property

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.staging_folder import private_folder
+from orchestrator.core.wording import counted
 from orchestrator.errors import ConfigError, FencedError, OrchestratorError, SupervisorError
 
 START_SECONDS_MAX = 60.0
@@ -118,7 +119,7 @@ def _start_supervisor(folder: Path, asked: Supervision, world_size: int) -> None
     process.returncode = 0  # it outlives us on purpose: no ResourceWarning, no wait
     sys.stderr.write(
         f"orchestrator: nobody supervises this script, so it supervises itself: checkpoints of job {job!r} go to "
-        f"{settings['store']}, every {asked.save_every} steps, on SIGTERM and at the end\n"
+        f"{settings['store']}, every {counted(asked.save_every, 'step')}, on SIGTERM and at the end\n"
     )
 
 

@@ -156,7 +156,7 @@ def test_a_bucket_of_gcs(
     (finding,) = check.check_store(f"gs://{bucket}/jobs")
     assert finding.level == expected[0]
     assert expected[1] in finding.found
-    assert finding.advice == ("" if finding.level == "ok" else check._BUCKET_ADVICE)
+    assert finding.advice == ("" if finding.level == "ok" else "make it, or correct the store's URL")
     assert list(server.bucket("jobs").objects("")) == []
 
 

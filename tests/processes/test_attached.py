@@ -124,3 +124,13 @@ async def test_sigkill_leaves_the_newest_periodic_checkpoint(tmp_path: Path) -> 
     resumed = [line["step"] for line in second.lines(0) if line["generation"] == 2]
     assert resumed[0] == 11
     check_store(store_of(tmp_path))
+
+
+async def test_a_bad_store_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    """The script learns the cause from `attach`, and has trained nothing."""
+    (tmp_path / "checkpoints").write_text("a file, not a folder")
+    script = Script(tmp_path)
+    assert await script.end() == 1
+    assert "ConfigError: store: " in script.errors
+    assert "there is a file where the folder" in script.errors
+    assert script.lines(0) == []
