@@ -93,7 +93,7 @@ class RetryingStore:
                 maybe_done = maybe_done or error.maybe_done
                 raise
             except AlreadyExistsError:
-                if not (maybe_done and self._holds(key, source.again())):
+                if not (maybe_done and holds(self._within, key, source.again())):
                     raise
 
         self._patience.call(attempt, lambda: source.last_new_piece)
@@ -118,18 +118,23 @@ class RetryingStore:
         """See the port."""
         self._patience.call(lambda: self._within.delete(key))
 
-    def _holds(self, key: str, pieces: Iterable[Piece]) -> bool:
-        """Whether the object's bytes are those of the pieces."""
-        position = 0
-        try:
-            size_bytes = self._within.size(key)
-            for view in _byte_slices(pieces, _COMPARED_BYTES):
-                if self._within.read(key, position, position + len(view)) != view:
+
+def holds(store: ObjectStore, key: str, pieces: Iterable[Piece]) -> bool:
+    """Whether the object is there, and its bytes are those of the pieces. Raises StoreError."""
+    position, there = 0, memoryview(b"")
+    try:
+        size_bytes = store.size(key)
+        for piece in pieces:
+            view = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
+            while view:
+                there = there or memoryview(store.read(key, position, min(position + _COMPARED_BYTES, size_bytes)))
+                count = min(len(there), len(view))
+                if not count or there[:count] != view[:count]:
                     return False
-                position += len(view)
-        except NotFoundError:
-            return False
-        return position == size_bytes
+                position, there, view = position + count, there[count:], view[count:]
+    except NotFoundError:
+        return False
+    return position == size_bytes
 
 
 class _Replayed:
@@ -152,12 +157,3 @@ class _Replayed:
             self._taken.append(piece)
             self.last_new_piece = self._monotonic()
             yield piece
-
-
-def _byte_slices(pieces: Iterable[Piece], bytes_max: int) -> Iterator[memoryview]:
-    for piece in pieces:
-        view = memoryview(piece)
-        if view.nbytes:
-            view = view.cast("B")
-            for start in range(0, len(view), bytes_max):
-                yield view[start : start + bytes_max]

@@ -65,7 +65,13 @@ class ObjectClient:
                     raise client_error(*MISSING)
                 return {"ContentLength": len(self.objects[Key])}
             case "get_object":
-                return {"ContentLength": len(self.objects[Key]), "Body": _Stream(self.objects[Key])}
+                content, wanted = self.objects[Key], arguments.get("Range", "")
+                if not wanted or not content:
+                    return {"ContentLength": len(content), "Body": _Stream(content)}
+                start, stop = (int(text) if text else None for text in wanted.removeprefix("bytes=").split("-"))
+                part = content[start : None if stop is None else stop + 1]
+                place = f"bytes {start}-{(start or 0) + len(part) - 1}/{len(content)}"
+                return {"ContentLength": len(part), "ContentRange": place, "Body": _Stream(part)}
             case "create_multipart_upload":
                 self._parts.clear()
                 return {"UploadId": "upload"}
@@ -202,6 +208,87 @@ def test_a_server_that_ignores_the_condition_is_refused_by_name(client: ObjectCl
         with pytest.raises(StoreError, match=r"s3.test silently ignores If-None-Match"):
             store.create("a", [b"1"])
     assert {arguments["Key"] for arguments in client.named("put_object")}.isdisjoint({"a"})
+
+
+def ignoring(client: ObjectClient) -> S3Store:
+    """A store whose server ignores the condition, and which accepts that; it was proved."""
+
+    def drop_the_condition(operation: str, arguments: dict[str, Any]) -> None:
+        arguments.pop("IfNoneMatch", None)
+
+    client.fail = drop_the_condition
+    store = S3Store(Bucket("bucket", "", client=client), without_conditional_writes=True)
+    store.prove()
+    store._proved = True
+    client.calls.clear()
+    return store
+
+
+def test_an_accepted_server_gets_one_warning(client: ObjectClient, caplog: pytest.LogCaptureFixture) -> None:
+    store = ignoring(client)
+    store.prove()
+    store.create("a", [b"1"])
+    (record,) = caplog.records
+    assert "two supervisors could both claim one generation, and both believe that they won" in record.getMessage()
+    assert "https://s3.test silently ignores If-None-Match" in record.getMessage()
+
+
+def test_on_an_accepted_server_a_create_looks_first_and_reads_back(client: ObjectClient) -> None:
+    store = ignoring(client)
+    store.create("a", [b"12", b"3"])
+    assert client.operations() == ["head_object", "put_object", "head_object", "get_object"]
+    client.calls.clear()
+    with pytest.raises(AlreadyExistsError):
+        store.create("a", [b"456"])
+    assert client.operations() == ["head_object"]
+    assert client.objects["a"] == b"123"
+
+
+@pytest.mark.parametrize("other", [b"456", b"4567", b""])
+def test_whose_bytes_stay_on_an_accepted_server_has_won(other: bytes, client: ObjectClient) -> None:
+    store = ignoring(client)
+
+    def overtake(operation: str, arguments: dict[str, Any]) -> None:
+        if operation == "head_object" and client.named("put_object"):
+            client.objects["a"] = other
+
+    client.fail = overtake
+    with pytest.raises(AlreadyExistsError, match="somebody else wrote it at the same time"):
+        store.create("a", [b"123"])
+
+
+def test_a_reading_back_that_fails_may_have_been_a_success(client: ObjectClient) -> None:
+    """Else the next try would take our own bytes for somebody else's."""
+    store = ignoring(client)
+    client.fail = lambda operation, _: (
+        ("SlowDown", 503) if operation == "head_object" and client.named("put_object") else None
+    )
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.create("a", [b"123"])
+    assert caught.value.maybe_done
+
+
+def test_an_accepted_server_that_does_honour_the_condition_is_used_as_ever(
+    client: ObjectClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = S3Store(Bucket("bucket", "", client=client), without_conditional_writes=True)
+    store.prove()
+    client.calls.clear()
+    store._proved = True
+    store.create("a", [b"1"])
+    assert client.operations() == ["put_object"]
+    assert not caplog.records
+
+
+def test_what_is_written_is_encrypted_with_the_key_that_was_given(client: ObjectClient) -> None:
+    """In the requests that make an object; parts and the completion must not say it again."""
+    store = S3Store(Bucket("bucket", "", client=client, kms_key="arn:aws:kms:eu-1:1:key/2"))
+    store.create("a", [b"1"])
+    store._upload("b", parts_module.cut(pieces_of(TEXT)))
+    for operation, arguments in client.calls:
+        encrypted = operation in ("put_object", "create_multipart_upload")
+        assert arguments.get("SSEKMSKeyId") == ("arn:aws:kms:eu-1:1:key/2" if encrypted else None)
+        assert arguments.get("ServerSideEncryption") == ("aws:kms" if encrypted else None)
 
 
 def test_a_server_that_changes_what_it_is_given_is_refused(client: ObjectClient) -> None:
@@ -434,6 +521,17 @@ def test_the_size_is_read_back(client: ObjectClient) -> None:
     client.fail = lose_a_part
     with pytest.raises(StoreError, match="16 bytes are there of 26 that were sent"):
         store.create("key", pieces_of(TEXT))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_object_whose_size_could_not_be_read_back_may_be_there(client: ObjectClient) -> None:
+    store = proved_store(client)
+    client.fail = lambda operation, _: (
+        ("SlowDown", 503) if operation == "head_object" and client.named("complete_multipart_upload") else None
+    )
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.create("key", pieces_of(TEXT))
+    assert caught.value.maybe_done
 
 
 @pytest.mark.usefixtures("small_parts")

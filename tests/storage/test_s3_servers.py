@@ -17,6 +17,7 @@ import numpy
 import pytest
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreDeniedError, StoreError, StoreUnavailableError
+from orchestrator.storage.opening import open_store
 from orchestrator.storage.retrying import Patience, RetryingStore
 from orchestrator.storage.s3 import bucket as bucket_module
 from orchestrator.storage.s3 import parts as parts_module
@@ -140,6 +141,29 @@ def test_a_server_that_ignores_the_condition_is_refused_by_name(name: str, s3_se
         store.create("generations/00000001.json", [b"mine"])
     assert type(caught.value) is StoreError
     assert list(store.entries("")) == []
+
+
+@pytest.mark.parametrize("name", ["nanio", "rclone"])
+@pytest.mark.usefixtures("small_parts")
+def test_a_server_that_ignores_the_condition_may_be_accepted(
+    name: str, s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = s3_servers.shared(name)
+    for variable, value in server.variables().items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    store = open_store(f"{server.bucket().url}?endpoint={server.url}&without_conditional_writes=accept")
+    shard = bytes(range(256)) * (PART_BYTES // 200)
+    store.create("generations/00000001.json", [b"mine"])
+    store.create("shard", iter([shard]))
+    (record,) = caplog.records
+    assert f"{server.url} silently ignores If-None-Match" in record.getMessage()
+    for key, other in (("generations/00000001.json", [b"other"]), ("shard", iter([shard]))):
+        with pytest.raises(AlreadyExistsError):
+            store.create(key, other)
+    assert store.read("generations/00000001.json") == b"mine"
+    assert store.read("shard") == shard
+    assert [entry.key for entry in store.entries("")] == ["generations/00000001.json", "shard"]
 
 
 def test_credentials_that_do_not_do(seaweedfs: S3Server) -> None:

@@ -33,7 +33,7 @@ class Part:
     """Consecutive views of memory as a file that is read once from its beginning, or again after `seek(0)`."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
+        self.views = views
         self._starts = [0, *accumulate(len(view) for view in views)]
         self._place = 0
         self._position = 0
@@ -53,7 +53,7 @@ class Part:
             return b""
         while self._starts[self._place + 1] <= self._position:
             self._place += 1
-        view, offset = self._views[self._place], self._position - self._starts[self._place]
+        view, offset = self.views[self._place], self._position - self._starts[self._place]
         piece = view[offset : offset + SLICE_BYTES]
         self._position += len(piece)
         return piece
@@ -70,7 +70,7 @@ class Part:
     def checksum(self) -> str:
         """crc32c of all bytes, as S3 writes it."""
         digest = 0
-        for view in self._views:
+        for view in self.views:
             digest = crc32c(view, digest)
         return base64.b64encode(digest.to_bytes(4, "big")).decode()
 

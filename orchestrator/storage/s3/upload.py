@@ -60,6 +60,16 @@ def nothing_done() -> Iterator[None]:
         raise StoreUnavailableError(error.key, error.problem, maybe_done=False) from error
 
 
+@contextlib.contextmanager
+def maybe_done() -> Iterator[None]:
+    """Whatever fails here, the object may be there: it is to be looked for before it counts as somebody else's."""
+    try:
+        yield
+    except StoreUnavailableError as error:
+        error.maybe_done = True
+        raise
+
+
 class _Upload:
     """One upload in parts, begun when this is made."""
 
