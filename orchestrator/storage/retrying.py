@@ -16,7 +16,7 @@ from typing import TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreUnavailableError
-from orchestrator.storage.base import Entry, ObjectStore, Piece
+from orchestrator.storage.base import Entry, ObjectStore, Piece, bytes_at_most
 
 _COMPARED_BYTES = 4 << 20
 """Read back at a time, where an object may be our own."""
@@ -37,16 +37,22 @@ class Patience:
     draw: Callable[[], float] = field(default=random.random)
     """A number in [0, 1)."""
 
-    def call(self, action: Callable[[], _Result], progress: Callable[[], float] | None = None) -> _Result:
+    def call(
+        self,
+        action: Callable[[], _Result],
+        progress: Callable[[], float] | None = None,
+        excused_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> _Result:
         """What the action returns, at the latest try. Raises what that raises.
 
-        `progress` gives the instant of the last one, for what takes long and is still no failure.
+        `progress` gives the instant of the last one, for what takes long and is still no failure; `excused_seconds`
+        how long it has waited, in all, for what was not the store's doing.
         """
         began = self.monotonic()
 
         def over(state: RetryCallState) -> bool:
             last = began if progress is None else max(began, progress())
-            return self.monotonic() + state.upcoming_sleep >= last + self.deadline_seconds
+            return self.monotonic() + state.upcoming_sleep >= last + self.deadline_seconds + excused_seconds()
 
         tries = Retrying(
             retry=retry_if_exception_type(StoreUnavailableError),
@@ -142,6 +148,7 @@ class _Replayed:
 
     def __init__(self, pieces: Iterable[Piece], monotonic: Callable[[], float]) -> None:
         self.last_new_piece = monotonic()
+        self.size_bytes_max = bytes_at_most(pieces)
         self._monotonic = monotonic
         self._known = pieces if isinstance(pieces, list | tuple) else None
         self._taken: list[Piece] = []
@@ -149,9 +156,9 @@ class _Replayed:
 
     def again(self) -> Iterable[Piece]:
         """All pieces from the first one on; a list stays one, as stores learn the size from it."""
-        return self._known if self._known is not None else self._replay()
+        return self if self._known is None else self._known
 
-    def _replay(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Piece]:
         yield from self._taken
         for piece in self._rest:
             self._taken.append(piece)

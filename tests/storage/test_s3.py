@@ -15,8 +15,9 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 
 from orchestrator.errors import AlreadyExistsError, ConfigError, StoreError, StoreUnavailableError
+from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.retrying import Patience, RetryingStore
 from orchestrator.storage.s3 import parts as parts_module
-from orchestrator.storage.s3 import store as store_module
 from orchestrator.storage.s3.bucket import Bucket, make_client
 from orchestrator.storage.s3.store import S3Store
 
@@ -119,7 +120,6 @@ def client() -> ObjectClient:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 10 bytes."""
     monkeypatch.setattr(parts_module, "PART_BYTES", 10)
-    monkeypatch.setattr(store_module, "PART_BYTES", 10)
 
 
 def proved_store(client: ObjectClient) -> S3Store:
@@ -284,7 +284,8 @@ def test_what_is_written_is_encrypted_with_the_key_that_was_given(client: Object
     """In the requests that make an object; parts and the completion must not say it again."""
     store = S3Store(Bucket("bucket", "", client=client, kms_key="arn:aws:kms:eu-1:1:key/2"))
     store.create("a", [b"1"])
-    store._upload("b", parts_module.cut(pieces_of(TEXT)))
+    plan = parts_module.plan_parts(None)
+    store._upload("b", parts_module.cut(pieces_of(TEXT), plan), plan)
     for operation, arguments in client.calls:
         encrypted = operation in ("put_object", "create_multipart_upload")
         assert arguments.get("SSEKMSKeyId") == ("arn:aws:kms:eu-1:1:key/2" if encrypted else None)
@@ -342,6 +343,48 @@ def test_a_large_object_goes_in_parts(client: ObjectClient) -> None:
     assert [(part["PartNumber"], part["ETag"]) for part in told] == [(1, "etag-1"), (2, "etag-2"), (3, "etag-3")]
     assert all(len(part["ChecksumCRC32C"]) == 8 for part in told)
     assert client.objects["some/where/key"] == TEXT
+
+
+class Bounded:
+    """Pieces that say how many bytes they have at most."""
+
+    def __init__(self, text: bytes, size_bytes_max: int) -> None:
+        self._text = text
+        self.size_bytes_max = size_bytes_max
+
+    def __iter__(self) -> Iterator[bytes]:
+        return pieces_of(self._text)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_size_of_parts_goes_by_what_the_pieces_say(
+    wrapped: bool, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
+    store: ObjectStore = proved_store(client)
+    if wrapped:
+        store = RetryingStore(store, Patience())
+    store.create("key", Bounded(TEXT, 30))
+    assert [part["ContentLength"] for part in client.named("upload_part")] == [5, 5, 5, 5, 5, 1]
+    assert client.objects["some/where/key"] == TEXT
+
+
+@pytest.mark.parametrize(
+    ("failure", "problem"),
+    [
+        (("AccessDenied", 403), "key: part 2 of at most 6, 5 bytes: these credentials do not allow UploadPart"),
+        (("SlowDown", 503), "key: part 2 of at most 6, 5 bytes: https://s3.test could not do it now: SlowDown"),
+        (("BadDigest", 400), "key: part 2 of at most 6, 5 bytes: https://s3.test found another checksum than was sent"),
+    ],
+)
+def test_an_error_names_the_part(
+    failure: tuple[str, int], problem: str, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
+    store = proved_store(client)
+    client.fail = lambda _, arguments: failure if arguments.get("PartNumber") == 2 else None
+    with pytest.raises(StoreError, match=problem):
+        store.create("key", Bounded(TEXT, 30))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -410,7 +453,7 @@ def test_a_part_that_fails_ends_the_upload(number: int, client: ObjectClient) ->
 def test_only_the_part_that_failed_is_sent_again(client: ObjectClient) -> None:
     failures = [("SlowDown", 503), ("InternalError", 500)]
 
-    def again(action: Callable[[], Any]) -> Any:
+    def again(action: Callable[[], Any], **_: Any) -> Any:
         while True:
             try:
                 return action()
@@ -425,7 +468,7 @@ def test_only_the_part_that_failed_is_sent_again(client: ObjectClient) -> None:
     assert client.objects["key"] == TEXT
 
 
-def twice(action: Callable[[], Any]) -> Any:
+def twice(action: Callable[[], Any], **_: Any) -> Any:
     """Tries once more."""
     try:
         return action()

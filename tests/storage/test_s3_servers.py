@@ -21,7 +21,6 @@ from orchestrator.storage.opening import open_store
 from orchestrator.storage.retrying import Patience, RetryingStore
 from orchestrator.storage.s3 import bucket as bucket_module
 from orchestrator.storage.s3 import parts as parts_module
-from orchestrator.storage.s3 import store as store_module
 from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.store import S3Store
 from tests.s3_servers import BUCKET, READ_ONLY_KEY, READ_ONLY_SECRET, S3Server, S3Servers
@@ -34,7 +33,6 @@ PART_BYTES = 5 << 20
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "PART_BYTES", PART_BYTES)
-    monkeypatch.setattr(store_module, "PART_BYTES", PART_BYTES)
 
 
 @pytest.fixture(params=["seaweedfs", "localbucket"])

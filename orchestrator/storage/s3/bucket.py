@@ -26,8 +26,9 @@ from orchestrator.storage.s3.location import S3Location
 
 CONNECT_SECONDS = 10.0
 """Also the longest that one slice of a part may take to leave."""
-SILENCE_SECONDS = 60.0
-"""The longest that a server may take to begin its answer, or to go on with it."""
+SILENCE_SECONDS = 20.0
+"""The longest that a server may take to begin its answer, or to go on with it. A third of a job's patience: a request
+that stands still is given up while there is time to send it again."""
 CONNECTIONS_MAX = 64
 LISTED_AT_ONCE = 1000
 """Keys in one answer to a listing; S3 gives no more."""

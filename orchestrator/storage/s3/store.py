@@ -24,11 +24,11 @@ from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
-from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.base import Entry, Piece, bytes_at_most
 from orchestrator.storage.retrying import holds
 from orchestrator.storage.s3.bucket import Body, Bucket
 from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError
-from orchestrator.storage.s3.parts import PART_BYTES, Part, cut, whole
+from orchestrator.storage.s3.parts import Part, PartPlan, cut, plan_parts, whole
 from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, nothing_done, upload
 
 ONE_PUT_BYTES_MAX = 1 << 30
@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
-def once(action: Callable[[], Any]) -> Any:
+def once(action: Callable[[], Any], **_: Any) -> Any:
     """Calls the action: no second try."""
     return action()
 
@@ -74,12 +74,13 @@ class S3Store:
             if len(content) <= ONE_PUT_BYTES_MAX:
                 self._create(key, content)
                 return
-        parts = cut(pieces)
+        plan = plan_parts(bytes_at_most(pieces))
+        parts = cut(pieces, plan)
         first = next(parts)
-        if len(first) < PART_BYTES:
+        if len(first) < plan.first_bytes:
             self._create(key, first)
         else:
-            self._upload(key, chain([first], parts))
+            self._upload(key, chain([first], parts), plan)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
@@ -193,11 +194,11 @@ class S3Store:
         checksum = {"ChecksumCRC32C": content.checksum()} if self._abilities.checksums else {}
         self._bucket.call("put_object", key, Body=content, ContentLength=len(content), IfNoneMatch="*", **checksum)
 
-    def _upload(self, key: str, parts: Iterable[Part]) -> None:
+    def _upload(self, key: str, parts: Iterable[Part], plan: PartPlan) -> None:
         """The key is looked for first: that spares sending gigabytes in vain, and some servers look no more later."""
         with nothing_done():
             self._refuse_if_there(key)
-        size_bytes = upload(self._bucket, key, parts, self._abilities, self._again)
+        size_bytes = upload(self._bucket, key, parts, plan=plan, abilities=self._abilities, again=self._again)
         with maybe_done():
             stored = self._again(lambda: self.size(key))
         if stored != size_bytes:
