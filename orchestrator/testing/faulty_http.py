@@ -49,9 +49,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallAnswer:
-    """The server carries it out; the answer's head and so many bytes of its body come, and then nothing."""
+    """The server carries it out; the answer's head and so many bytes of its body come (None: not even the head), and
+    then nothing."""
 
-    after_bytes: int = 0
+    after_bytes: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +357,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_to(self, fault: Fault | None) -> _Answer | None:
         """None: there is none."""
         match fault:
+            case StallAnswer(after_bytes=None):
+                self._carried_out()
+                self.server.proxy.wait()
+                return None
             case None | StallAnswer() | Truncate():
                 return self._carried_out()
             case Refuse():
