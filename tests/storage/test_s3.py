@@ -3,6 +3,7 @@ test_s3_servers for real ones."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -317,6 +318,25 @@ def test_a_writer_that_may_not_delete_leaves_its_probe(client: ObjectClient) -> 
     client.fail = lambda operation, arguments: ("AccessDenied", 403) if operation == "delete_object" else None
     S3Store(Bucket("bucket", "", client=client)).create("a", [b"1"])
     assert "a" in client.objects
+
+
+@pytest.mark.parametrize(
+    ("checksum", "right"), [("4waSgw==", True), ("4waSgw==-3", True), ("AAAAAA==", False), ("", True)]
+)
+def test_a_whole_object_is_compared_with_its_checksum(
+    checksum: str, right: bool, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the server keeps one of the whole; a part of an object is for its reader to check."""
+    store = proved_store(client)
+    done = client._done
+    monkeypatch.setattr(
+        client, "_done", lambda *words, **arguments: {**done(*words, **arguments), "ChecksumCRC32C": checksum}
+    )
+    client.objects["some/where/a"] = b"123456789"
+    with contextlib.nullcontext() if right else pytest.raises(StoreUnavailableError, match="another checksum"):
+        assert store.read("a") == b"123456789"
+    assert store.read("a", 2, 4) == b"34"
+    assert [get.get("ChecksumMode") for get in client.named("get_object")] == ["ENABLED", None]
 
 
 # ---------------------------------------------------------------------------------------------- in parts

@@ -50,7 +50,7 @@ from orchestrator.testing.faulty_http import (
     StallAnswer,
     Truncate,
 )
-from tests.cli.small_job import JOB, TENSOR, claim, save, shard
+from tests.cli.small_job import JOB, TENSOR, claim, save, shard, upload
 from tests.s3_servers import BUCKET, S3Server, S3Servers
 
 PART_BYTES = 5 << 20
@@ -71,7 +71,7 @@ class Scene:
     def store(self, deadline_seconds: float = 10.0, silence_seconds: float = 1.0) -> RetryingStore:
         """It has proved its server already."""
         settings = {**self.server.settings(), "endpoint_url": self.proxy.url}
-        bucket = Bucket(BUCKET, self.prefix, silence_seconds=silence_seconds, connect_seconds=5.0, settings=settings)
+        bucket = Bucket(BUCKET, self.prefix, silence_seconds=silence_seconds, connect_seconds=2.0, settings=settings)
         patience = Patience(
             deadline_seconds=deadline_seconds, first_wait_seconds=0.01, wait_seconds_max=0.05, sleep=self._sleep
         )
@@ -284,6 +284,22 @@ def test_a_wrong_bit_on_the_way_here_is_found_by_the_checkpoints_digests(
         opened.tensor(TENSOR)
     scene.meets()
     assert [problem for _, problem in verify(store, index)] == [None, None]
+
+
+def test_a_wrong_bit_in_a_record_is_seen_by_the_store_itself(scene: Scene) -> None:
+    """Else a commit that read a receipt with a wrong bit would write an index that vouches for it."""
+    store, hasty = scene.store(), scene.store(deadline_seconds=0.3)
+    claim(store, 1)
+    for number in range(1, 9):
+        checkpoint = upload(store, 1, number)
+        scene.meets(Rule(fault=CorruptAnswer(position=number * 91), operation="GetObject", key=".json", times=1))
+        assert commit(store, checkpoint)
+        assert len(scene.slept) == 1
+        index = read_committed(scene.behind, checkpoint)
+        assert [problem for _, problem in verify(scene.behind, index)] == [None, None]
+    scene.meets(Rule(fault=CorruptAnswer(), operation="GetObject"))
+    with pytest.raises(StoreUnavailableError, match="bytes came with another checksum than they were sent"):
+        hasty.read(fmt.index_key(checkpoint))
 
 
 @pytest.mark.parametrize("operation", ["UploadPart", "PutObject"])

@@ -23,6 +23,7 @@ from urllib3.exceptions import HTTPError
 from orchestrator.errors import ConfigError, StoreUnavailableError
 from orchestrator.storage.s3.errors import store_error
 from orchestrator.storage.s3.location import S3Location
+from orchestrator.storage.s3.parts import whole
 
 CONNECT_SECONDS = 10.0
 """Also the longest that one slice of a part may take to leave."""
@@ -97,7 +98,8 @@ class Bucket:
     def opened(self, key: str, **arguments: Any) -> Iterator[tuple[dict[str, Any], Body]]:
         """A GET's answer and its body, for as long as the block lasts; its connection is kept if all of it was read."""
         answer = self.call("get_object", key, **arguments)
-        body = Body(key, answer["Body"], answer["ContentLength"])
+        checksum = answer.get("ChecksumCRC32C", "") if "ChecksumMode" in arguments else ""
+        body = Body(key, answer["Body"], answer["ContentLength"], checksum)
         with self._translated("get_object", key):
             try:
                 yield answer, body
@@ -163,18 +165,24 @@ def make_client(
 class Body:
     """What comes after an answer's head: read once, whole or into given memory."""
 
-    def __init__(self, key: str, stream: Any, length: int) -> None:
+    def __init__(self, key: str, stream: Any, length: int, checksum: str = "") -> None:
+        """`checksum`: the crc32c of the whole object, as the server keeps it; that of an upload in parts is no such."""
         self.length = length
+        self._checksum = "" if "-" in checksum else checksum
         self._key = key
         self._answer = stream._raw_stream  # botocore's stream and urllib3's answer copy; below them is the socket's
         raw = getattr(self._answer, "_fp", None)
         self._raw: Any = raw if isinstance(raw, http.client.HTTPResponse) else self._answer
 
     def read(self) -> bytes:
-        """All of it. Raises StoreUnavailableError if it ends early."""
+        """All of it. Raises StoreUnavailableError if it ends early, or is not what the server says it has."""
         data: bytes = self._raw.read(self.length) if self.length else self._raw.read()
         if len(data) != self.length:
             raise self._short(len(data))
+        if self._checksum and whole([data]).checksum() != self._checksum:
+            raise StoreUnavailableError(
+                self._key, f"{self.length} bytes came with another checksum than they were sent"
+            )
         return data
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:

@@ -214,7 +214,9 @@ class S3Store:
     @contextmanager
     def _range(self, key: str, start: int, stop: int | None) -> Iterator[Body | None]:
         """The bytes [start, stop), or as many of them as there are; None if the object ends at or before `start`."""
-        wanted = {} if (start, stop) == (0, None) else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        wanted = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        if (start, stop) == (0, None):  # a whole record: nothing but its checksum would show a wrong bit in it
+            wanted = {"ChecksumMode": "ENABLED"} if self._abilities.checksums else {}
         try:
             with self._bucket.opened(key, **wanted) as (answer, body):
                 _check_range_of(key, answer, body.length, start, stop)
