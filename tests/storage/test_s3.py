@@ -9,16 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 
-from orchestrator.errors import AlreadyExistsError, ConfigError, StoreError, StoreUnavailableError
+from orchestrator.errors import AlreadyExistsError, ConfigError, StoreDeniedError, StoreError, StoreUnavailableError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.retrying import Patience, RetryingStore
 from orchestrator.storage.s3 import parts as parts_module
+from orchestrator.storage.s3 import upload as upload_module
 from orchestrator.storage.s3.bucket import Bucket, make_client
 from orchestrator.storage.s3.store import S3Store
 
@@ -486,6 +489,46 @@ def test_only_the_part_that_failed_is_sent_again(client: ObjectClient) -> None:
     store.create("key", pieces_of(TEXT))
     assert sorted(part["PartNumber"] for part in client.named("upload_part")) == [1, 2, 2, 2, 3]
     assert client.objects["key"] == TEXT
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_part_that_may_not_be_sent_ends_the_others_patience(client: ObjectClient) -> None:
+    """Or an upload that cannot succeed would go on for a minute, for the sake of the others."""
+    patience = Patience(deadline_seconds=1000.0, first_wait_seconds=0.001, wait_seconds_max=0.01)
+    store = S3Store(Bucket("bucket", "", client=client), patience.call)
+    store.prove()
+    slowed = threading.Event()
+
+    def failure(_: str, arguments: dict[str, Any]) -> tuple[str, int] | None:
+        number = arguments.get("PartNumber")
+        if number == 1:
+            slowed.set()
+        if number == 2 and slowed.is_set():
+            return ("AccessDenied", 403)
+        return ("SlowDown", 503) if number in (1, 2) else None
+
+    client.fail = failure
+    with pytest.raises(StoreDeniedError, match=r"^key: part 2, 10 bytes: these credentials do not allow UploadPart"):
+        store.create("key", pieces_of(TEXT))
+    assert client.operations()[-1] == "abort_multipart_upload"
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_waiting_for_a_turn_does_not_use_up_a_parts_patience(
+    client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instants = count()
+    monkeypatch.setattr(upload_module, "time", SimpleNamespace(monotonic=lambda: float(next(instants))))
+    excused = []
+
+    def again(action: Callable[[], Any], *, excused_seconds: Callable[[], float] = lambda: 0.0) -> Any:
+        answer = action()
+        excused.append(excused_seconds())
+        return answer
+
+    store = S3Store(Bucket("bucket", "", client=client), again)
+    store.create("key", pieces_of(TEXT))
+    assert sum(seconds >= 1.0 for seconds in excused) == 3, "each look at this clock is one second later"
 
 
 def twice(action: Callable[[], Any], **_: Any) -> Any:

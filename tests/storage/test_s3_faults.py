@@ -344,6 +344,21 @@ def test_credentials_that_end_in_the_middle_of_an_upload(refusal: Refuse, words:
         scene.behind.size("shard")
 
 
+@pytest.mark.parametrize(
+    ("refusal", "words"), [(EXPIRED_TOKEN, "renew the credentials"), (CLOCK_SKEW, "set the clock right")]
+)
+def test_the_reason_is_said_where_an_answer_has_no_room_for_it(refusal: Refuse, words: str, scene: Scene) -> None:
+    """A HEAD is answered with a bare 400 or 403."""
+    store = scene.store()
+    store.create("record", [b"1"])
+    scene.meets(Rule(fault=refusal))
+    with pytest.raises(StoreDeniedError, match=words):
+        store.size("record")
+    scene.meets(Rule(fault=refusal, operation="HeadObject"))
+    with pytest.raises(StoreError, match=r"HeadObject .*\((400|403)\)"):
+        store.size("record")
+
+
 # ---------------------------------------------------------------------------------------------- lost answers
 
 

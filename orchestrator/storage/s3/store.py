@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
+from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError, StoreUnavailableError
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece, bytes_at_most
 from orchestrator.storage.retrying import holds
 from orchestrator.storage.s3.bucket import Body, Bucket
-from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError
+from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError, UploadGoneError
 from orchestrator.storage.s3.parts import Part, PartPlan, cut, plan_parts, whole
 from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, nothing_done, upload
 
@@ -107,9 +107,15 @@ class S3Store:
             return body.length
 
     def size(self, key: str) -> int:
-        """See the port."""
+        """See the port. An answer to HEAD has no body that says why not: a refusal is asked for once more by GET."""
         key_parts(key)
-        return int(self._bucket.call("head_object", key)["ContentLength"])
+        try:
+            return int(self._bucket.call("head_object", key)["ContentLength"])
+        except (NotFoundError, StoreUnavailableError, UploadGoneError):
+            raise
+        except StoreError:
+            with self._range(key, 0, 1):
+                raise
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """See the port. The whole listing is read before the first entry comes; not all servers sort it."""
