@@ -26,7 +26,7 @@ from orchestrator.checkpoint.save import (
 from orchestrator.checkpoint.slots import build_header
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import DigestError, FormatError, StoreError, VersionError
-from orchestrator.storage.base import ObjectStore, Piece
+from orchestrator.storage.base import ObjectStore, Piece, bytes_at_most
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.shards import GATE, checkpoint_id, place, stage, upload, upload_all
 from tests.checkpoint.stores import CountingStore, at_once, new_store, replace
@@ -103,6 +103,21 @@ def test_a_shard_is_uploaded_while_it_is_being_made(
     assert any_store.read(place().shard_key) == data
     assert asked == [fmt.BLOCK_BYTES * (number + 1) for number in range(-(-len(data) // fmt.BLOCK_BYTES))]
     assert commit(any_store, place().checkpoint)
+
+
+def test_a_store_is_told_how_large_a_shard_may_get(tmp_path: Path) -> None:
+    """Also while it is still being made: its memory is at least as long."""
+    data = stage(tmp_path, SMALL)
+    told = []
+
+    class AskedStore(CountingStore):
+        def create(self, key: str, pieces: Iterable[Piece]) -> None:
+            told.append(bytes_at_most(pieces))
+            super().create(key, pieces)
+
+    memory = memoryview(data + bytes(500))
+    upload_shard(AskedStore(MemoryStore()), place(), memory, await_bytes=lambda _: (len(data), True))
+    assert told[0] == len(memory)
 
 
 def test_bytes_that_the_memory_does_not_have_are_an_error(any_store: ObjectStore, tmp_path: Path) -> None:
