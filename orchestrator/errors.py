@@ -94,6 +94,11 @@ class StoreError(OrchestratorError):
         self.key = key
         self.problem = problem
 
+    def about(self, what: str) -> None:
+        """Say which part of the object it was that failed."""
+        self.problem = f"{what}: {self.problem}"
+        self.args = (f"{self.key}: {self.problem}",)
+
 
 class AlreadyExistsError(StoreError):
     """Create-if-absent lost: the key is there already."""

@@ -6,6 +6,7 @@ group is needed. `orchestrator.open_checkpoint` is this module's; training resto
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cached_property
@@ -21,7 +22,7 @@ from orchestrator.checkpoint.restore import empty_like, read_parts, read_tensors
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import ConfigError, NotFoundError
 from orchestrator.storage.base import ObjectStore
-from orchestrator.storage.opening import open_store
+from orchestrator.storage.opening import job_url, open_store
 
 
 def open_checkpoint(url: str, name: str | None = None) -> OpenedCheckpoint:
@@ -155,7 +156,8 @@ def _jobs_below(store: ObjectStore) -> str:
     """Where jobs have folders of their own, it is one of those that should be opened."""
     keys = (entry.key.split("/", 2) for entry in store.entries(""))
     jobs = sorted({parts[0] for parts in keys if len(parts) == 3 and parts[1] == "generations"})
-    return f"; it holds folders of jobs: open {', '.join(f'{store.url}/{job}' for job in jobs[:5])}" if jobs else ""
+    places = ", ".join(shlex.quote(job_url(store.url, job)) for job in jobs[:5])
+    return f"; it holds folders of jobs: open {places}" if jobs else ""
 
 
 def _named(catalog: Catalog, name: str) -> CheckpointId:

@@ -50,7 +50,8 @@ def read_record(store: ObjectStore, key: str, bytes_max: int) -> bytes:
 def read_in_order(store: ObjectStore, entries: Sequence[Entry], bytes_max: int) -> Iterator[tuple[str, bytes]]:
     """(key, bytes) of listed records in the given order, the next ones being read meanwhile.
 
-    Raises FormatError for one that is larger than any of its kind, or no longer as it was listed; StoreError.
+    Each is asked for whole: of that a bucket knows the checksum. Raises FormatError for one that is larger than any
+    of its kind, or no longer as it was listed; StoreError.
     """
     waiting = deque(entries)
     asked: deque[tuple[Entry, Future[bytes]]] = deque()
@@ -63,7 +64,7 @@ def read_in_order(store: ObjectStore, entries: Sequence[Entry], bytes_max: int) 
                     if asked and asked_bytes + entry.size_bytes > READ_AHEAD_BYTES_MAX:
                         break
                     check_size(entry.key, entry.size_bytes, bytes_max)
-                    asked.append((entry, pool.submit(store.read, entry.key, 0, entry.size_bytes)))
+                    asked.append((entry, pool.submit(store.read, entry.key)))
                     asked_bytes += entry.size_bytes
                     waiting.popleft()
                 entry, future = asked.popleft()

@@ -107,6 +107,8 @@ class _Digested:
         """Of the blocks of all pieces that were taken."""
         self.size_bytes = 0
         """Of these pieces."""
+        self.size_bytes_max = len(data)
+        """Of all pieces: stores choose the size of their parts by it."""
         self._key = key
         self._data = data
         self.whole = False

@@ -30,6 +30,28 @@ class Entry:
     size_bytes: int
 
 
+class BoundedPieces(Protocol):
+    """Pieces that say beforehand how many bytes they have at most, as a shard does that is still being staged.
+
+    Stores choose the size of parts by it. Who wraps pieces of this kind passes the bound on.
+    """
+
+    @property
+    def size_bytes_max(self) -> int | None:
+        """No more bytes come; None if that is not known."""
+        ...
+
+    def __iter__(self) -> Iterator[Piece]: ...
+
+
+def bytes_at_most(pieces: Iterable[Piece]) -> int | None:
+    """How many bytes the pieces have at most, where that is known: exactly for a list, else if they say so."""
+    if isinstance(pieces, list | tuple):
+        return sum([memoryview(piece).nbytes for piece in pieces])
+    bound: int | None = getattr(pieces, "size_bytes_max", None)
+    return bound
+
+
 class ObjectStore(Protocol):
     """A flat key → bytes store with create-if-absent. Methods block and may be called from several threads."""
 
@@ -42,7 +64,7 @@ class ObjectStore(Protocol):
         """Write the concatenation of `pieces` under `key` if, and only if, nothing is there.
 
         The pieces may come slowly, and their memory must not change before this returns. If they raise, so does this,
-        and nothing is there. A list says that all is known, and how much.
+        and nothing is there. A list says that all is known, and how much; `BoundedPieces` say how much at most.
         Raises AlreadyExistsError, StoreFullError, StoreDeniedError, StoreError.
         """
         ...

@@ -11,13 +11,12 @@ import re
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from orchestrator.errors import ConfigError, StoreError
-from orchestrator.storage.arguments import key_parts
+from orchestrator.errors import ConfigError
 from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.bucket_urls import anything, parse_bucket_url
 from orchestrator.storage.filesystem import FolderStore
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 JOB_PATIENCE_SECONDS = 60.0
 """For how long a job tries again what a store cannot do just now: an outage of a minute costs no save."""
 PERSON_PATIENCE_SECONDS = 10.0
@@ -45,13 +44,23 @@ def open_store(url: str, patience_seconds: float = JOB_PATIENCE_SECONDS) -> Obje
 
 
 def job_url(store: str, job: str) -> str:
-    """Where `job` lives below `store`. Raises ConfigError when `job` is no plain name."""
+    """Where `job` lives below `store`; settings behind a URL's '?' stay there.
+
+    Raises ConfigError when `job` is no plain name.
+    """
     if job in ("", ".", "..") or "/" in job or "\0" in job:
         raise ConfigError(f"job: {job!r} is no plain name")
     if not store:
         raise ConfigError(f"store: is empty; supported are {_SUPPORTED}")
-    name = quote(job) if _scheme_of(store) == "file" else job
-    return f"{store.rstrip('/')}/{name}"
+    match _scheme_of(store):
+        case "":
+            return f"{store.rstrip('/')}/{job}"
+        case "file":
+            return f"{store.rstrip('/')}/{quote(job)}"
+    if "?" in job or "#" in job:
+        raise ConfigError(f"job: {job!r} holds a '?' or '#', which end the path of a store's URL")
+    path, question, settings = store.partition("?")
+    return f"{path.rstrip('/')}/{job}{question}{settings}"
 
 
 def _scheme_of(url: str) -> str:
@@ -61,40 +70,27 @@ def _scheme_of(url: str) -> str:
 
 
 def _bucket_store(url: str, patience_seconds: float) -> ObjectStore:
-    bucket, prefix = _bucket_and_prefix(url, "AWS_ENDPOINT_URL")
+    from orchestrator.storage.s3.location import parse_location
+
+    location = parse_location(url)
     from orchestrator.storage.retrying import Patience, RetryingStore
-    from orchestrator.storage.s3.bucket import Bucket
+    from orchestrator.storage.s3.bucket import bucket_at
     from orchestrator.storage.s3.store import S3Store
 
     patience = Patience(deadline_seconds=patience_seconds)
-    return RetryingStore(S3Store(Bucket(bucket, prefix), patience.call), patience)
+    accept = location.without_conditional_writes
+    return RetryingStore(S3Store(bucket_at(location), patience.call, without_conditional_writes=accept), patience)
 
 
 def _gcs_store(url: str, patience_seconds: float) -> ObjectStore:
-    bucket, prefix = _bucket_and_prefix(url, "STORAGE_EMULATOR_HOST")
+    found = parse_bucket_url(url, {"kms_key": anything})
     from orchestrator.storage.gcs.bucket import Bucket
     from orchestrator.storage.gcs.store import GCSStore
     from orchestrator.storage.retrying import Patience, RetryingStore
 
     patience = Patience(deadline_seconds=patience_seconds)
-    return RetryingStore(GCSStore(Bucket(bucket, prefix), patience.call), patience)
-
-
-def _bucket_and_prefix(url: str, endpoint_variable: str) -> tuple[str, str]:
-    """What follows the scheme is taken as it stands, as by all tools for them: `%20` is three characters of a key."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    prefix = prefix.rstrip("/")
-    if not _BUCKET.fullmatch(bucket):
-        raise ConfigError(f"store: {url!r} names no bucket; write {scheme.lower()}://bucket/prefix")
-    if "?" in url or "#" in url:
-        raise ConfigError(f"store: {url!r} has a '?' or '#'; an endpoint is named by the variable {endpoint_variable}")
-    try:
-        if prefix:
-            key_parts(prefix)
-    except StoreError as error:
-        raise ConfigError(f"store: {url!r} has a prefix that is none: {error.problem}") from error
-    return bucket, prefix
+    bucket = Bucket(found.bucket, found.prefix, kms_key=found.settings.get("kms_key", ""))
+    return RetryingStore(GCSStore(bucket, patience.call), patience)
 
 
 def _plain_path(text: str) -> Path:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreUnavailableError
-from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished
+from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished, bytes_at_most
 
 _COMPARED_BYTES = 4 << 20
 """Read back at a time, where an object may be our own."""
@@ -37,16 +37,22 @@ class Patience:
     draw: Callable[[], float] = field(default=random.random)
     """A number in [0, 1)."""
 
-    def call(self, action: Callable[[], _Result], progress: Callable[[], float] | None = None) -> _Result:
+    def call(
+        self,
+        action: Callable[[], _Result],
+        progress: Callable[[], float] | None = None,
+        excused_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> _Result:
         """What the action returns, at the latest try. Raises what that raises.
 
-        `progress` gives the instant of the last one, for what takes long and is still no failure.
+        `progress` gives the instant of the last one, for what takes long and is still no failure; `excused_seconds`
+        how long it has waited, in all, for what was not the store's doing.
         """
         began = self.monotonic()
 
         def over(state: RetryCallState) -> bool:
             last = began if progress is None else max(began, progress())
-            return self.monotonic() + state.upcoming_sleep >= last + self.deadline_seconds
+            return self.monotonic() + state.upcoming_sleep >= last + self.deadline_seconds + excused_seconds()
 
         tries = Retrying(
             retry=retry_if_exception_type(StoreUnavailableError),
@@ -93,7 +99,7 @@ class RetryingStore:
                 maybe_done = maybe_done or error.maybe_done
                 raise
             except AlreadyExistsError:
-                if not (maybe_done and self._holds(key, source.again())):
+                if not (maybe_done and holds(self._within, key, source.again())):
                     raise
 
         self._patience.call(attempt, lambda: source.last_new_piece)
@@ -131,18 +137,23 @@ class RetryingStore:
         if isinstance(within, SweepableStore):
             self._patience.call(lambda: within.discard(write))
 
-    def _holds(self, key: str, pieces: Iterable[Piece]) -> bool:
-        """Whether the object's bytes are those of the pieces."""
-        position = 0
-        try:
-            size_bytes = self._within.size(key)
-            for view in _byte_slices(pieces, _COMPARED_BYTES):
-                if self._within.read(key, position, position + len(view)) != view:
+
+def holds(store: ObjectStore, key: str, pieces: Iterable[Piece]) -> bool:
+    """Whether the object is there, and its bytes are those of the pieces. Raises StoreError."""
+    position, there = 0, memoryview(b"")
+    try:
+        size_bytes = store.size(key)
+        for piece in pieces:
+            view = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
+            while view:
+                there = there or memoryview(store.read(key, position, min(position + _COMPARED_BYTES, size_bytes)))
+                count = min(len(there), len(view))
+                if not count or there[:count] != view[:count]:
                     return False
-                position += len(view)
-        except NotFoundError:
-            return False
-        return position == size_bytes
+                position, there, view = position + count, there[count:], view[count:]
+    except NotFoundError:
+        return False
+    return position == size_bytes
 
 
 class _Replayed:
@@ -150,6 +161,7 @@ class _Replayed:
 
     def __init__(self, pieces: Iterable[Piece], monotonic: Callable[[], float]) -> None:
         self.last_new_piece = monotonic()
+        self.size_bytes_max = bytes_at_most(pieces)
         self._monotonic = monotonic
         self._known = pieces if isinstance(pieces, list | tuple) else None
         self._taken: list[Piece] = []
@@ -157,20 +169,11 @@ class _Replayed:
 
     def again(self) -> Iterable[Piece]:
         """All pieces from the first one on; a list stays one, as stores learn the size from it."""
-        return self._known if self._known is not None else self._replay()
+        return self if self._known is None else self._known
 
-    def _replay(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Piece]:
         yield from self._taken
         for piece in self._rest:
             self._taken.append(piece)
             self.last_new_piece = self._monotonic()
             yield piece
-
-
-def _byte_slices(pieces: Iterable[Piece], bytes_max: int) -> Iterator[memoryview]:
-    for piece in pieces:
-        view = memoryview(piece)
-        if view.nbytes:
-            view = view.cast("B")
-            for start in range(0, len(view), bytes_max):
-                yield view[start : start + bytes_max]

@@ -35,11 +35,20 @@ class SupervisorAddress:
     """When the process was started: tells it from a later one with the same pid."""
 
 
+def place_of(job_url: str) -> str:
+    """Where a job's folder is: its URL without the settings that only say how to get there, such as a profile."""
+    path, _, settings = job_url.partition("?")
+    if "://" not in path or not settings:
+        return job_url
+    endpoint = [setting for setting in settings.split("&") if setting.startswith("endpoint=")]
+    return "?".join((path, *endpoint))
+
+
 class StateFolder:
     """One job's state on this host."""
 
     def __init__(self, job: str, job_url: str) -> None:
-        digest = hashlib.sha256(job_url.encode()).hexdigest()[:8]
+        digest = hashlib.sha256(place_of(job_url).encode()).hexdigest()[:8]
         self.job = job
         self.path = state_root() / f"{job}-{digest}"
         self._lock: IO[bytes] | None = None

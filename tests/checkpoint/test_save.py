@@ -26,10 +26,10 @@ from orchestrator.checkpoint.save import (
 from orchestrator.checkpoint.slots import build_header
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import DigestError, FormatError, StoreError, VersionError
-from orchestrator.storage.base import ObjectStore, Piece
+from orchestrator.storage.base import ObjectStore, Piece, bytes_at_most
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.shards import GATE, checkpoint_id, place, stage, upload, upload_all
-from tests.checkpoint.stores import CountingStore, CutStore, at_once, new_store, replace
+from tests.checkpoint.stores import CountingStore, at_once, new_store, replace
 
 TENSORS = {"w": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(3, dtype=torch.float64)}
 SMALL = {"w": torch.arange(30, dtype=torch.float32)}
@@ -103,6 +103,21 @@ def test_a_shard_is_uploaded_while_it_is_being_made(
     assert any_store.read(place().shard_key) == data
     assert asked == [fmt.BLOCK_BYTES * (number + 1) for number in range(-(-len(data) // fmt.BLOCK_BYTES))]
     assert commit(any_store, place().checkpoint)
+
+
+def test_a_store_is_told_how_large_a_shard_may_get(tmp_path: Path) -> None:
+    """Also while it is still being made: its memory is at least as long."""
+    data = stage(tmp_path, SMALL)
+    told = []
+
+    class AskedStore(CountingStore):
+        def create(self, key: str, pieces: Iterable[Piece]) -> None:
+            told.append(bytes_at_most(pieces))
+            super().create(key, pieces)
+
+    memory = memoryview(data + bytes(500))
+    upload_shard(AskedStore(MemoryStore()), place(), memory, await_bytes=lambda _: (len(data), True))
+    assert told[0] == len(memory)
 
 
 def test_bytes_that_the_memory_does_not_have_are_an_error(any_store: ObjectStore, tmp_path: Path) -> None:
@@ -389,7 +404,13 @@ def test_a_commit_reads_each_receipt_once_and_nothing_else(tmp_path: Path) -> No
 def test_a_receipt_that_shrinks_while_it_is_read_makes_no_index(tmp_path: Path) -> None:
     inner = MemoryStore()
     checkpoint = upload_all(inner, tmp_path, SMALL, world_size=2)
-    store = CutStore(inner, lambda key, start, stop: stop - 1 if key == place(1, 2).receipt_key else stop)
+
+    class ShrinkingStore(CountingStore):
+        def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            data = super().read(key, start, stop)
+            return data[:-1] if key == place(1, 2).receipt_key else data
+
+    store = ShrinkingStore(inner)
     with pytest.raises(FormatError, match=r"shard-00001-of-00002\.json: has \d+ bytes, \d+ were listed"):
         commit(store, checkpoint)
     assert read_index(inner, checkpoint) is None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from orchestrator.checkpoint import format as fmt
+from orchestrator.checkpoint.opened import open_checkpoint
 from orchestrator.checkpoint.save import abandon
 from orchestrator.core.messages import CheckpointId
+from orchestrator.errors import NotFoundError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from tests.cli.conftest import Command
@@ -344,6 +347,26 @@ def test_a_bucket(command: Command, s3_servers: S3Servers, monkeypatch: pytest.M
     assert other.exit_code == 2
     assert "give --job and one of: small" in other.stderr
     missing = command("checkpoints", "list", f"{jobs}/small/er")
+    assert missing.exit_code == 1
+    assert "is not the folder of a job" in missing.stderr
+
+
+def test_a_bucket_whose_url_says_where_the_server_is(
+    command: Command, s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = s3_servers.shared("seaweedfs")
+    for variable, value in server.variables().items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    jobs, settings = server.bucket().url, f"?endpoint={server.url}"
+    bucket = open_store(f"{jobs}/small{settings}")
+    claim(bucket, 1)
+    save(bucket, 1, 20)
+    assert command("checkpoints", "list", f"{jobs}{settings}", "--job", "small").exit_code == 0
+    assert command("checkpoints", "verify", f"{jobs}/small{settings}", "newest").exit_code == 0
+    with pytest.raises(NotFoundError, match=re.escape(f"open '{jobs}/small{settings}'")):
+        open_checkpoint(jobs + settings)
+    missing = command("checkpoints", "list", f"{jobs}/small/er{settings}")
     assert missing.exit_code == 1
     assert "is not the folder of a job" in missing.stderr
 

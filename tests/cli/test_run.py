@@ -115,6 +115,14 @@ def test_a_file_that_is_not_there(command: Command) -> None:
     assert (result.exit_code, errors(result)) == (2, ["nosuch.toml: No such file or directory"])
 
 
+def test_settings_in_a_stores_url_stay_behind_the_jobs_folder(command: Command, tmp_path: Path) -> None:
+    store = "s3://bucket/jobs/?region=eu-1&endpoint=http://127.0.0.1:1"
+    words = ("run", "--job", "small", "--store", store, "--staging", str(tmp_path), "--dry-run", "--json")
+    result = command(*words, *WORKS)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["job_url"] == "s3://bucket/jobs/small?endpoint=http://127.0.0.1:1&region=eu-1"
+
+
 def test_a_dry_run_starts_nothing_and_tells_all(command: Command, tmp_path: Path) -> None:
     Path("orchestrator.toml").write_text('job = "small"\nstore = "store"\nnodes = "1:2"\nsave_every = 7\n')
     words = ("run", "--nodes", "2:3", "--workers-per-node", "4", "--staging", str(tmp_path), "--dry-run")

@@ -19,17 +19,18 @@ async def test_a_node_lost_after_a_commit(
     s3_servers: S3Servers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lost node's memory is gone, so that its shard is read from the bucket."""
+    """The lost node's memory is gone, so that its shard is read from the bucket. The URL says where the server is."""
     server = s3_servers.shared("seaweedfs")
     for variable, value in server.variables().items():
-        monkeypatch.setenv(variable, value)
+        if variable not in ("AWS_ENDPOINT_URL", "AWS_REGION"):
+            monkeypatch.setenv(variable, value)
     marker = tmp_path / "fault"
     agent = (sys.executable, "-m", "orchestrator.testing.faulty_agent", str(marker), "after-index step=20")
-    store = server.bucket().url
-    result = await run_job(tmp_path, store=store, nodes="2", staging=staging, agent_command=agent)
+    bucket, settings = server.bucket().url, f"?endpoint={server.url}&region=us-east-1"
+    result = await run_job(tmp_path, store=bucket + settings, nodes="2", staging=staging, agent_command=agent)
     assert marker.exists(), "the fault never happened"
     assert result.finish.exit_code == 0, result.output()
-    assert result.store.url == f"{store}/small"
+    assert result.store.url == f"{bucket}/small{settings}"
     (opened,) = (record for record in result.kinds("generation opened") if record.generation == 2)
     assert opened.step == 20
     assert final_digests(result.store) == reference

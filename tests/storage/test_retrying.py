@@ -85,6 +85,21 @@ def test_a_slow_action_counts() -> None:
     assert len(time.slept) == 1
 
 
+def test_time_that_was_not_the_stores_doing_is_not_counted() -> None:
+    time = Time()
+    excused = [0.0]
+
+    def action() -> None:
+        if len(time.slept) < 3:
+            time.now += 100.0
+            excused[0] += 100.0
+        raise busy()
+
+    with pytest.raises(StoreUnavailableError):
+        time.patience(first_wait_seconds=10.0, deadline_seconds=35.0).call(action, None, lambda: excused[0])
+    assert time.slept == [10, 10, 10]
+
+
 def test_progress_moves_the_deadline() -> None:
     time = Time()
     last = [0.0]

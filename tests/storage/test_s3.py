@@ -3,20 +3,25 @@ test_s3_servers for real ones."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 
-from orchestrator.errors import AlreadyExistsError, ConfigError, StoreError, StoreUnavailableError
+from orchestrator.errors import AlreadyExistsError, ConfigError, StoreDeniedError, StoreError, StoreUnavailableError
+from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.retrying import Patience, RetryingStore
 from orchestrator.storage.s3 import parts as parts_module
-from orchestrator.storage.s3 import store as store_module
+from orchestrator.storage.s3 import upload as upload_module
 from orchestrator.storage.s3.bucket import Bucket, make_client
 from orchestrator.storage.s3.store import S3Store
 
@@ -65,7 +70,13 @@ class ObjectClient:
                     raise client_error(*MISSING)
                 return {"ContentLength": len(self.objects[Key])}
             case "get_object":
-                return {"ContentLength": len(self.objects[Key]), "Body": _Stream(self.objects[Key])}
+                content, wanted = self.objects[Key], arguments.get("Range", "")
+                if not wanted or not content:
+                    return {"ContentLength": len(content), "Body": _Stream(content)}
+                start, stop = (int(text) if text else None for text in wanted.removeprefix("bytes=").split("-"))
+                part = content[start : None if stop is None else stop + 1]
+                place = f"bytes {start}-{(start or 0) + len(part) - 1}/{len(content)}"
+                return {"ContentLength": len(part), "ContentRange": place, "Body": _Stream(part)}
             case "create_multipart_upload":
                 self._parts.clear()
                 return {"UploadId": "upload"}
@@ -113,7 +124,6 @@ def client() -> ObjectClient:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 10 bytes."""
     monkeypatch.setattr(parts_module, "PART_BYTES", 10)
-    monkeypatch.setattr(store_module, "PART_BYTES", 10)
 
 
 def proved_store(client: ObjectClient) -> S3Store:
@@ -204,6 +214,88 @@ def test_a_server_that_ignores_the_condition_is_refused_by_name(client: ObjectCl
     assert {arguments["Key"] for arguments in client.named("put_object")}.isdisjoint({"a"})
 
 
+def ignoring(client: ObjectClient) -> S3Store:
+    """A store whose server ignores the condition, and which accepts that; it was proved."""
+
+    def drop_the_condition(operation: str, arguments: dict[str, Any]) -> None:
+        arguments.pop("IfNoneMatch", None)
+
+    client.fail = drop_the_condition
+    store = S3Store(Bucket("bucket", "", client=client), without_conditional_writes=True)
+    store.prove()
+    store._proved = True
+    client.calls.clear()
+    return store
+
+
+def test_an_accepted_server_gets_one_warning(client: ObjectClient, caplog: pytest.LogCaptureFixture) -> None:
+    store = ignoring(client)
+    store.prove()
+    store.create("a", [b"1"])
+    (record,) = caplog.records
+    assert "two supervisors could both claim one generation, and both believe that they won" in record.getMessage()
+    assert "https://s3.test silently ignores If-None-Match" in record.getMessage()
+
+
+def test_on_an_accepted_server_a_create_looks_first_and_reads_back(client: ObjectClient) -> None:
+    store = ignoring(client)
+    store.create("a", [b"12", b"3"])
+    assert client.operations() == ["head_object", "put_object", "head_object", "get_object"]
+    client.calls.clear()
+    with pytest.raises(AlreadyExistsError):
+        store.create("a", [b"456"])
+    assert client.operations() == ["head_object"]
+    assert client.objects["a"] == b"123"
+
+
+@pytest.mark.parametrize("other", [b"456", b"4567", b""])
+def test_whose_bytes_stay_on_an_accepted_server_has_won(other: bytes, client: ObjectClient) -> None:
+    store = ignoring(client)
+
+    def overtake(operation: str, arguments: dict[str, Any]) -> None:
+        if operation == "head_object" and client.named("put_object"):
+            client.objects["a"] = other
+
+    client.fail = overtake
+    with pytest.raises(AlreadyExistsError, match="somebody else wrote it at the same time"):
+        store.create("a", [b"123"])
+
+
+def test_a_reading_back_that_fails_may_have_been_a_success(client: ObjectClient) -> None:
+    """Else the next try would take our own bytes for somebody else's."""
+    store = ignoring(client)
+    client.fail = lambda operation, _: (
+        ("SlowDown", 503) if operation == "head_object" and client.named("put_object") else None
+    )
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.create("a", [b"123"])
+    assert caught.value.maybe_done
+
+
+def test_an_accepted_server_that_does_honour_the_condition_is_used_as_ever(
+    client: ObjectClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = S3Store(Bucket("bucket", "", client=client), without_conditional_writes=True)
+    store.prove()
+    client.calls.clear()
+    store._proved = True
+    store.create("a", [b"1"])
+    assert client.operations() == ["put_object"]
+    assert not caplog.records
+
+
+def test_what_is_written_is_encrypted_with_the_key_that_was_given(client: ObjectClient) -> None:
+    """In the requests that make an object; parts and the completion must not say it again."""
+    store = S3Store(Bucket("bucket", "", client=client, kms_key="arn:aws:kms:eu-1:1:key/2"))
+    store.create("a", [b"1"])
+    plan = parts_module.plan_parts(None)
+    store._upload("b", parts_module.cut(pieces_of(TEXT), plan), plan)
+    for operation, arguments in client.calls:
+        encrypted = operation in ("put_object", "create_multipart_upload")
+        assert arguments.get("SSEKMSKeyId") == ("arn:aws:kms:eu-1:1:key/2" if encrypted else None)
+        assert arguments.get("ServerSideEncryption") == ("aws:kms" if encrypted else None)
+
+
 def test_a_server_that_changes_what_it_is_given_is_refused(client: ObjectClient) -> None:
     store = S3Store(Bucket("bucket", "", client=client))
 
@@ -231,6 +323,25 @@ def test_a_writer_that_may_not_delete_leaves_its_probe(client: ObjectClient) -> 
     assert "a" in client.objects
 
 
+@pytest.mark.parametrize(
+    ("checksum", "right"), [("4waSgw==", True), ("4waSgw==-3", True), ("AAAAAA==", False), ("", True)]
+)
+def test_a_whole_object_is_compared_with_its_checksum(
+    checksum: str, right: bool, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the server keeps one of the whole; a part of an object is for its reader to check."""
+    store = proved_store(client)
+    done = client._done
+    monkeypatch.setattr(
+        client, "_done", lambda *words, **arguments: {**done(*words, **arguments), "ChecksumCRC32C": checksum}
+    )
+    client.objects["some/where/a"] = b"123456789"
+    with contextlib.nullcontext() if right else pytest.raises(StoreUnavailableError, match="another checksum"):
+        assert store.read("a") == b"123456789"
+    assert store.read("a", 2, 4) == b"34"
+    assert [get.get("ChecksumMode") for get in client.named("get_object")] == ["ENABLED", None]
+
+
 # ---------------------------------------------------------------------------------------------- in parts
 
 
@@ -255,6 +366,48 @@ def test_a_large_object_goes_in_parts(client: ObjectClient) -> None:
     assert [(part["PartNumber"], part["ETag"]) for part in told] == [(1, "etag-1"), (2, "etag-2"), (3, "etag-3")]
     assert all(len(part["ChecksumCRC32C"]) == 8 for part in told)
     assert client.objects["some/where/key"] == TEXT
+
+
+class Bounded:
+    """Pieces that say how many bytes they have at most."""
+
+    def __init__(self, text: bytes, size_bytes_max: int) -> None:
+        self._text = text
+        self.size_bytes_max = size_bytes_max
+
+    def __iter__(self) -> Iterator[bytes]:
+        return pieces_of(self._text)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_size_of_parts_goes_by_what_the_pieces_say(
+    wrapped: bool, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
+    store: ObjectStore = proved_store(client)
+    if wrapped:
+        store = RetryingStore(store, Patience())
+    store.create("key", Bounded(TEXT, 30))
+    assert [part["ContentLength"] for part in client.named("upload_part")] == [5, 5, 5, 5, 5, 1]
+    assert client.objects["some/where/key"] == TEXT
+
+
+@pytest.mark.parametrize(
+    ("failure", "problem"),
+    [
+        (("AccessDenied", 403), "key: part 2 of at most 6, 5 bytes: these credentials do not allow UploadPart"),
+        (("SlowDown", 503), "key: part 2 of at most 6, 5 bytes: https://s3.test could not do it now: SlowDown"),
+        (("BadDigest", 400), "key: part 2 of at most 6, 5 bytes: https://s3.test found another checksum than was sent"),
+    ],
+)
+def test_an_error_names_the_part(
+    failure: tuple[str, int], problem: str, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
+    store = proved_store(client)
+    client.fail = lambda _, arguments: failure if arguments.get("PartNumber") == 2 else None
+    with pytest.raises(StoreError, match=problem):
+        store.create("key", Bounded(TEXT, 30))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -323,7 +476,7 @@ def test_a_part_that_fails_ends_the_upload(number: int, client: ObjectClient) ->
 def test_only_the_part_that_failed_is_sent_again(client: ObjectClient) -> None:
     failures = [("SlowDown", 503), ("InternalError", 500)]
 
-    def again(action: Callable[[], Any]) -> Any:
+    def again(action: Callable[[], Any], **_: Any) -> Any:
         while True:
             try:
                 return action()
@@ -338,7 +491,47 @@ def test_only_the_part_that_failed_is_sent_again(client: ObjectClient) -> None:
     assert client.objects["key"] == TEXT
 
 
-def twice(action: Callable[[], Any]) -> Any:
+@pytest.mark.usefixtures("small_parts")
+def test_a_part_that_may_not_be_sent_ends_the_others_patience(client: ObjectClient) -> None:
+    """Or an upload that cannot succeed would go on for a minute, for the sake of the others."""
+    patience = Patience(deadline_seconds=1000.0, first_wait_seconds=0.001, wait_seconds_max=0.01)
+    store = S3Store(Bucket("bucket", "", client=client), patience.call)
+    store.prove()
+    slowed = threading.Event()
+
+    def failure(_: str, arguments: dict[str, Any]) -> tuple[str, int] | None:
+        number = arguments.get("PartNumber")
+        if number == 1:
+            slowed.set()
+        if number == 2 and slowed.is_set():
+            return ("AccessDenied", 403)
+        return ("SlowDown", 503) if number in (1, 2) else None
+
+    client.fail = failure
+    with pytest.raises(StoreDeniedError, match=r"^key: part 2, 10 bytes: these credentials do not allow UploadPart"):
+        store.create("key", pieces_of(TEXT))
+    assert client.operations()[-1] == "abort_multipart_upload"
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_waiting_for_a_turn_does_not_use_up_a_parts_patience(
+    client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instants = count()
+    monkeypatch.setattr(upload_module, "time", SimpleNamespace(monotonic=lambda: float(next(instants))))
+    excused = []
+
+    def again(action: Callable[[], Any], *, excused_seconds: Callable[[], float] = lambda: 0.0) -> Any:
+        answer = action()
+        excused.append(excused_seconds())
+        return answer
+
+    store = S3Store(Bucket("bucket", "", client=client), again)
+    store.create("key", pieces_of(TEXT))
+    assert sum(seconds >= 1.0 for seconds in excused) == 3, "each look at this clock is one second later"
+
+
+def twice(action: Callable[[], Any], **_: Any) -> Any:
     """Tries once more."""
     try:
         return action()
@@ -434,6 +627,17 @@ def test_the_size_is_read_back(client: ObjectClient) -> None:
     client.fail = lose_a_part
     with pytest.raises(StoreError, match="16 bytes are there of 26 that were sent"):
         store.create("key", pieces_of(TEXT))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_object_whose_size_could_not_be_read_back_may_be_there(client: ObjectClient) -> None:
+    store = proved_store(client)
+    client.fail = lambda operation, _: (
+        ("SlowDown", 503) if operation == "head_object" and client.named("complete_multipart_upload") else None
+    )
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.create("key", pieces_of(TEXT))
+    assert caught.value.maybe_done
 
 
 @pytest.mark.usefixtures("small_parts")

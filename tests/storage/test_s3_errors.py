@@ -14,7 +14,13 @@ from orchestrator.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from orchestrator.storage.s3.errors import ChecksumRefusedError, UnsupportedError, UploadGoneError, store_error
+from orchestrator.storage.s3.errors import (
+    ChecksumRefusedError,
+    SlowDownError,
+    UnsupportedError,
+    UploadGoneError,
+    store_error,
+)
 
 ENDPOINT = "https://s3.test"
 
@@ -90,7 +96,7 @@ def test_another_region(error: StoreError, advice: str) -> None:
 )
 def test_what_may_work_later(code: str, status: int, maybe_done: bool) -> None:
     error = answered(code, status)
-    assert type(error) is StoreUnavailableError
+    assert type(error) is (SlowDownError if status in (429, 503) else StoreUnavailableError)
     assert error.maybe_done is maybe_done
     assert error.problem == f"https://s3.test could not do it now: {code} ({status})"
 

@@ -11,7 +11,7 @@ import pytest
 from crc32c import crc32c
 
 from orchestrator.storage.s3 import parts as module
-from orchestrator.storage.s3.parts import PARTS_MAX, SLICE_BYTES, Part, cut, part_bytes, whole
+from orchestrator.storage.s3.parts import PARTS_MAX, SLICE_BYTES, Part, PartPlan, cut, plan_parts, whole
 
 GIB = 1 << 30
 
@@ -34,14 +34,14 @@ def test_cuts_at_exactly_the_sizes_of_parts(small_parts: None, seed: int) -> Non
     for _ in range(50):
         places = sorted(draw.choices(range(len(data) + 1), k=draw.randrange(8)))
         pieces = [data[start:stop] for start, stop in zip([0, *places], [*places, len(data)], strict=True)]
-        found = list(cut(iter(pieces)))
+        found = list(cut(iter(pieces), plan_parts(None)))
         assert [len(part) for part in found] == [10, 10, 10, 20, 20, 40, 27]
         assert b"".join(map(content, found)) == data
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(0, [0]), (1, [1]), (9, [9]), (10, [10, 0]), (11, [10, 1])])
 def test_small_ones(small_parts: None, size: int, sizes: list[int]) -> None:
-    assert [len(part) for part in cut([bytes(size)])] == sizes
+    assert [len(part) for part in cut([bytes(size)], plan_parts(None))] == sizes
 
 
 def test_a_part_comes_as_soon_as_its_bytes_are_there(small_parts: None) -> None:
@@ -52,13 +52,43 @@ def test_a_part_comes_as_soon_as_its_bytes_are_there(small_parts: None) -> None:
             asked.append(number)
             yield b"12345"
 
-    parts = cut(pieces())
+    parts = cut(pieces(), plan_parts(None))
     next(parts)
     assert asked == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("size_bytes_max", "part_mib", "at_once"),
+    [
+        (0, 8, 4),
+        (100 << 20, 8, 4),
+        (1 << 30, 8, 4),
+        ((1 << 30) + 1, 16, 4),
+        (14_999_999_999, 16, 4),
+        (15_000_000_000, 32, 8),
+        (100 * GIB, 32, 8),
+        (PARTS_MAX * (32 << 20), 32, 8),
+        (PARTS_MAX * (32 << 20) + 1, 33, 8),
+        (5 << 40, 525, 8),
+    ],
+)
+def test_parts_are_chosen_by_what_is_known_of_the_size(size_bytes_max: int, part_mib: int, at_once: int) -> None:
+    plan = plan_parts(size_bytes_max)
+    assert (plan.first_bytes, plan.at_once) == (part_mib << 20, at_once)
+    assert plan.part_bytes(1) == plan.part_bytes(PARTS_MAX)
+    assert plan.count_max is not None
+    assert plan.count_max <= PARTS_MAX
+    assert plan.count_max * plan.first_bytes >= size_bytes_max
+
+
+def test_a_bounded_object_is_cut_equally(small_parts: None) -> None:
+    plan = PartPlan(first_bytes=7, at_once=1, count_max=20)
+    assert [len(part) for part in cut([bytes(137)], plan)] == [7] * 19 + [4]
+
+
 def test_a_shard_of_160_gib_fits_and_one_of_a_tebibyte_too() -> None:
-    sizes = [part_bytes(number) for number in range(1, PARTS_MAX + 1)]
+    plan = plan_parts(None)
+    sizes = [plan.part_bytes(number) for number in range(1, PARTS_MAX + 1)]
     assert sum(sizes) > 1000 * GIB
     assert sum(sizes[: PARTS_MAX - 2000]) > 160 * GIB
     assert max(sizes) <= 5 * GIB, "S3 takes no larger part"

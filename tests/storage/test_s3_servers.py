@@ -17,10 +17,10 @@ import numpy
 import pytest
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreDeniedError, StoreError, StoreUnavailableError
+from orchestrator.storage.opening import open_store
 from orchestrator.storage.retrying import Patience, RetryingStore
 from orchestrator.storage.s3 import bucket as bucket_module
 from orchestrator.storage.s3 import parts as parts_module
-from orchestrator.storage.s3 import store as store_module
 from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.store import S3Store
 from tests.s3_servers import BUCKET, READ_ONLY_KEY, READ_ONLY_SECRET, S3Server, S3Servers
@@ -33,7 +33,6 @@ PART_BYTES = 5 << 20
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "PART_BYTES", PART_BYTES)
-    monkeypatch.setattr(store_module, "PART_BYTES", PART_BYTES)
 
 
 @pytest.fixture(params=["seaweedfs", "localbucket"])
@@ -140,6 +139,29 @@ def test_a_server_that_ignores_the_condition_is_refused_by_name(name: str, s3_se
         store.create("generations/00000001.json", [b"mine"])
     assert type(caught.value) is StoreError
     assert list(store.entries("")) == []
+
+
+@pytest.mark.parametrize("name", ["nanio", "rclone"])
+@pytest.mark.usefixtures("small_parts")
+def test_a_server_that_ignores_the_condition_may_be_accepted(
+    name: str, s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = s3_servers.shared(name)
+    for variable, value in server.variables().items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    store = open_store(f"{server.bucket().url}?endpoint={server.url}&without_conditional_writes=accept")
+    shard = bytes(range(256)) * (PART_BYTES // 200)
+    store.create("generations/00000001.json", [b"mine"])
+    store.create("shard", iter([shard]))
+    (record,) = caplog.records
+    assert f"{server.url} silently ignores If-None-Match" in record.getMessage()
+    for key, other in (("generations/00000001.json", [b"other"]), ("shard", iter([shard]))):
+        with pytest.raises(AlreadyExistsError):
+            store.create(key, other)
+    assert store.read("generations/00000001.json") == b"mine"
+    assert store.read("shard") == shard
+    assert [entry.key for entry in store.entries("")] == ["generations/00000001.json", "shard"]
 
 
 def test_credentials_that_do_not_do(seaweedfs: S3Server) -> None:

@@ -17,6 +17,7 @@ from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.schedulers.leftovers import StartedNode, start_ticks, write_leftovers
 from orchestrator.supervisor.local_job import LocalJob, LocalJobOptions, terms_of
 from orchestrator.supervisor.loop import TICK_SECONDS, Supervisor
+from orchestrator.supervisor.state_folder import place_of
 from orchestrator.telemetry import EventLog, EventRecord
 
 
@@ -224,3 +225,16 @@ def test_beside_a_living_supervisor_nothing_is_taken_and_nothing_is_changed(
         LocalJob(config(tmp_path), LocalJobOptions(job_url="url")).acquire()
     assert {path: path.read_bytes() for path in first.state.path.iterdir()} == before
     first.state.release()
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("/data/what?profile=x/job", "/data/what?profile=x/job"),
+        ("s3://bucket/job", "s3://bucket/job"),
+        ("s3://bucket/job?region=eu-1&profile=x", "s3://bucket/job"),
+        ("s3://bucket/job?region=eu-1&endpoint=http://host:1", "s3://bucket/job?endpoint=http://host:1"),
+    ],
+)
+def test_a_job_is_the_same_one_whichever_way_its_store_is_reached(url: str, place: str) -> None:
+    assert place_of(url) == place

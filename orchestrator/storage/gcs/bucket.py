@@ -23,6 +23,7 @@ from google.cloud import storage
 from urllib3.exceptions import HTTPError
 
 from orchestrator.errors import ConfigError, StoreError, StoreUnavailableError
+from orchestrator.storage.bucket_urls import BucketUrl
 from orchestrator.storage.gcs.content import Content
 from orchestrator.storage.gcs.errors import raised, refused
 
@@ -50,12 +51,17 @@ class Bucket:
         name: str,
         prefix: str,
         *,
+        kms_key: str = "",
         connect_seconds: float = CONNECT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
         connection: Connection | None = None,
     ) -> None:
-        """Without a `connection` the SDK finds out whom to ask, and with which credentials."""
+        """Without a `connection` the SDK finds out whom to ask, and with which credentials.
+
+        What is written is encrypted with the `kms_key`; without one, with the bucket's own.
+        """
         self.name = name
+        self._kms_key = kms_key
         self._prefix = f"{prefix}/" if prefix else ""
         self._timeouts = (connect_seconds, silence_seconds)
         self._lock = threading.Lock()
@@ -63,8 +69,9 @@ class Bucket:
 
     @property
     def url(self) -> str:
-        """gs://bucket/prefix."""
-        return f"gs://{self.name}/{self._prefix}".rstrip("/")
+        """gs://bucket/prefix, and the settings."""
+        settings = {"kms_key": self._kms_key} if self._kms_key else {}
+        return BucketUrl(scheme="gs", bucket=self.name, prefix=self._prefix.rstrip("/"), settings=settings).text
 
     @property
     def endpoint(self) -> str:
@@ -121,6 +128,8 @@ class Bucket:
         """The request that begins an upload, or is all of it, for a key that is still free."""
         path = f"/upload/storage/v1/b/{quote(self.name)}/o"
         parameters = {"uploadType": kind, "name": self.full_key(key), "ifGenerationMatch": "0"}
+        if self._kms_key:
+            parameters["kmsKeyName"] = self._kms_key
         return self.ask(key, "create", "POST", path, parameters=parameters, **arguments)
 
     def objects(self, prefix: str) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """One bucket through boto3: calls with keys in, our errors out. The only module that makes an SDK client.
 
-Credentials, region and endpoint come from the SDK's usual places: AWS_* variables, profiles, roles. Its retries are
-off (`storage/retrying` has them), and so are its trailing checksums: old servers store these as data.
+Credentials, and what the store's URL does not say, come from the SDK's usual places: AWS_* variables, profiles, roles.
+Its retries are off (`storage/retrying` has them), and so are its trailing checksums: old servers store these as data.
 
 Called by `store` and `upload`.
 """
@@ -22,14 +22,19 @@ from urllib3.exceptions import HTTPError
 
 from orchestrator.errors import ConfigError, StoreUnavailableError
 from orchestrator.storage.s3.errors import store_error
+from orchestrator.storage.s3.location import S3Location
+from orchestrator.storage.s3.parts import whole
 
 CONNECT_SECONDS = 10.0
 """Also the longest that one slice of a part may take to leave."""
-SILENCE_SECONDS = 60.0
-"""The longest that a server may take to begin its answer, or to go on with it."""
+SILENCE_SECONDS = 20.0
+"""The longest that a server may take to begin its answer, or to go on with it. A third of a job's patience: a request
+that stands still is given up while there is time to send it again."""
 CONNECTIONS_MAX = 64
 LISTED_AT_ONCE = 1000
 """Keys in one answer to a listing; S3 gives no more."""
+_WRITES = ("put_object", "create_multipart_upload")
+"""What says how an object is to be encrypted."""
 
 
 class Bucket:
@@ -44,10 +49,13 @@ class Bucket:
         silence_seconds: float = SILENCE_SECONDS,
         settings: Mapping[str, Any] | None = None,
         client: Any = None,
+        url: str = "",
+        kms_key: str = "",
     ) -> None:
-        """`settings` are arguments of boto3's `client`, such as `endpoint_url`; what is not given, the SDK finds.
+        """`settings` are arguments of boto3's `client`, such as `endpoint_url`, and `profile_name`; what is not given,
+        the SDK finds. A `client` that was made by `make_client` may be shared by several.
 
-        A `client` that was made by `make_client` may be shared by several.
+        `url` names the bucket in messages, and for whoever opens it anew. Objects are encrypted with `kms_key`.
         """
         self.name = name
         self._prefix = f"{prefix}/" if prefix else ""
@@ -55,11 +63,9 @@ class Bucket:
         self._timeouts = (connect_seconds, silence_seconds)
         self._lock = threading.Lock()
         self._client = client
-
-    @property
-    def url(self) -> str:
-        """s3://bucket/prefix."""
-        return f"s3://{self.name}/{self._prefix}".rstrip("/")
+        self._encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
+        self.url = url or f"s3://{name}/{self._prefix}".rstrip("/")
+        """s3://bucket/prefix, and the settings that were given in it."""
 
     @property
     def endpoint(self) -> str:
@@ -72,6 +78,8 @@ class Bucket:
 
     def call(self, operation: str, key: str, **arguments: Any) -> dict[str, Any]:
         """One request about `key`, as boto3 names it, and its answer. Raises StoreError's subtree, UnsupportedError."""
+        if operation in _WRITES:
+            arguments = {**self._encryption, **arguments}
         with self._translated(operation, key):
             request = getattr(self._made_client(), operation)
             answer: dict[str, Any] = request(Bucket=self.name, Key=self.full_key(key), **arguments)
@@ -97,7 +105,8 @@ class Bucket:
     def opened(self, key: str, **arguments: Any) -> Iterator[tuple[dict[str, Any], Body]]:
         """A GET's answer and its body, for as long as the block lasts; its connection is kept if all of it was read."""
         answer = self.call("get_object", key, **arguments)
-        body = Body(key, answer["Body"], answer["ContentLength"])
+        checksum = answer.get("ChecksumCRC32C", "") if "ChecksumMode" in arguments else ""
+        body = Body(key, answer["Body"], answer["ContentLength"], checksum)
         with self._translated("get_object", key):
             try:
                 yield answer, body
@@ -124,8 +133,19 @@ class Bucket:
             raise store_error(key, self.name, self.endpoint, _operation_name(operation), error) from error
 
 
+def bucket_at(location: S3Location) -> Bucket:
+    """The bucket that a store's URL names, with the URL's settings."""
+    settings = {"endpoint_url": location.endpoint, "region_name": location.region, "profile_name": location.profile}
+    given = {name: value for name, value in settings.items() if value}
+    return Bucket(location.bucket, location.prefix, settings=given, url=location.url, kms_key=location.kms_key)
+
+
 def make_client(
-    connect_seconds: float = CONNECT_SECONDS, silence_seconds: float = SILENCE_SECONDS, **settings: Any
+    connect_seconds: float = CONNECT_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
+    *,
+    profile_name: str | None = None,
+    **settings: Any,
 ) -> Any:
     """boto3's client, as it is used here; threads may share it. Raises ConfigError.
 
@@ -140,7 +160,7 @@ def make_client(
         max_pool_connections=CONNECTIONS_MAX,
         tcp_keepalive=True,
     )
-    client = boto3.session.Session().client("s3", config=config, **settings)
+    client = boto3.session.Session(profile_name=profile_name).client("s3", config=config, **settings)
     address = urlsplit(client.meta.endpoint_url)
     if address.username is not None or address.password is not None:
         raise ConfigError("store: the S3 endpoint's address holds a user or password; credentials have variables")
@@ -152,18 +172,24 @@ def make_client(
 class Body:
     """What comes after an answer's head: read once, whole or into given memory."""
 
-    def __init__(self, key: str, stream: Any, length: int) -> None:
+    def __init__(self, key: str, stream: Any, length: int, checksum: str = "") -> None:
+        """`checksum`: the crc32c of the whole object, as the server keeps it; that of an upload in parts is no such."""
         self.length = length
+        self._checksum = "" if "-" in checksum else checksum
         self._key = key
         self._answer = stream._raw_stream  # botocore's stream and urllib3's answer copy; below them is the socket's
         raw = getattr(self._answer, "_fp", None)
         self._raw: Any = raw if isinstance(raw, http.client.HTTPResponse) else self._answer
 
     def read(self) -> bytes:
-        """All of it. Raises StoreUnavailableError if it ends early."""
+        """All of it. Raises StoreUnavailableError if it ends early, or is not what the server says it has."""
         data: bytes = self._raw.read(self.length) if self.length else self._raw.read()
         if len(data) != self.length:
             raise self._short(len(data))
+        if self._checksum and whole([data]).checksum() != self._checksum:
+            raise StoreUnavailableError(
+                self._key, f"{self.length} bytes came with another checksum than they were sent"
+            )
         return data
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:

@@ -35,6 +35,7 @@ _NO_CREDENTIALS = (
 )
 _NEVER_SENT = (sdk.EndpointConnectionError, sdk.ConnectTimeoutError, sdk.ProxyConnectionError)
 _NEVER_DONE_CODES = ("SlowDown", "TooManyRequests", "ConditionalRequestConflict", "OperationAborted", "Throttling")
+_SLOW_CODES = ("SlowDown", "TooManyRequests", "Throttling")
 _BUSY_CODES = (*_NEVER_DONE_CODES, "ServiceUnavailable", "InternalError", "RequestTimeout")
 _BUSY_STATUSES = (408, 409, 429, 500, 502, 503, 504)
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity", "StorageFull", "507")
@@ -70,6 +71,10 @@ class ChecksumRefusedError(StoreUnavailableError):
 
 class UploadGoneError(StoreError):
     """The server no longer knows the upload in parts: aborted, or completed by a request whose answer was lost."""
+
+
+class SlowDownError(StoreUnavailableError):
+    """The server asks for fewer requests."""
 
 
 class NoSuchRangeError(StoreError):
@@ -122,7 +127,8 @@ def _answered(key: str, bucket: str, endpoint: str, operation: str, error: sdk.C
 
 
 def _busy(key: str, endpoint: str, code: str, status: int, error: sdk.ClientError) -> StoreUnavailableError:
-    return StoreUnavailableError(
+    slow = code in _SLOW_CODES or status in (429, 503)
+    return (SlowDownError if slow else StoreUnavailableError)(
         key,
         f"{endpoint} could not do it now: {code} ({status})",
         maybe_done=code not in _NEVER_DONE_CODES and status != 429,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from crc32c import crc32c
@@ -14,26 +15,56 @@ from crc32c import crc32c
 from orchestrator.storage.base import Piece
 
 PART_BYTES = 16 << 20
-"""Of the first EQUAL_PARTS parts. Some servers (R2) take only parts of equal size: up to 78 GiB they are."""
+"""Of the first EQUAL_PARTS parts of what may be of any size. Some servers (R2) take only parts of equal size."""
 EQUAL_PARTS = 5000
-"""After that many, the size doubles every DOUBLING_PARTS: nobody knows the size of a shard that is still being staged,
-and 10,000 parts are the most that S3 takes."""
+"""After that many, the size doubles every DOUBLING_PARTS: 10,000 parts are the most that S3 takes."""
 DOUBLING_PARTS = 1000
+SMALL_BYTES_MAX, SMALL_PART_BYTES = 1 << 30, 8 << 20
+"""What is known to be no larger goes in smaller parts: there are more than a few to be sent at once, or again."""
+LARGE_BYTES_MIN, LARGE_PART_BYTES = 15_000_000_000, 32 << 20
+"""A shard of a model of 70 billion parameters on 64 ranks; a part costs a request, and no memory."""
+PARTS_AT_ONCE, LARGE_PARTS_AT_ONCE = 4, 8
+"""Of one object, on their way to the server, if it does not ask for fewer."""
 PARTS_MAX = 10_000
 SLICE_BYTES = 1 << 20
 """Given to the SDK at a time: each must be sent within its time-out, so this also says how slow is too slow."""
 
 
-def part_bytes(number: int) -> int:
-    """Size of part `number`, counted from 1; only the last one is smaller."""
-    return PART_BYTES << max(0, -(-(number - EQUAL_PARTS) // DOUBLING_PARTS))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlan:
+    """How an object is cut: into equal parts for as long as possible. Only the last one is smaller."""
+
+    first_bytes: int
+    at_once: int
+    count_max: int | None = None
+    """So many parts at most, if the object's size is bounded: then all are equal."""
+
+    def part_bytes(self, number: int) -> int:
+        """Size of part `number`, counted from 1."""
+        if self.count_max is not None:
+            return self.first_bytes
+        return self.first_bytes << max(0, -(-(number - EQUAL_PARTS) // DOUBLING_PARTS))
+
+
+def plan_parts(size_bytes_max: int | None) -> PartPlan:
+    """The plan for an object of no more bytes than that; None: nobody knows."""
+    if size_bytes_max is None:
+        return PartPlan(first_bytes=PART_BYTES, at_once=PARTS_AT_ONCE)
+    if size_bytes_max <= SMALL_BYTES_MAX:
+        size_bytes, at_once = SMALL_PART_BYTES, PARTS_AT_ONCE
+    elif size_bytes_max < LARGE_BYTES_MIN:
+        size_bytes, at_once = PART_BYTES, PARTS_AT_ONCE
+    else:
+        least = -(-size_bytes_max // (PARTS_MAX << 20)) << 20
+        size_bytes, at_once = max(LARGE_PART_BYTES, least), LARGE_PARTS_AT_ONCE
+    return PartPlan(first_bytes=size_bytes, at_once=at_once, count_max=max(1, -(-size_bytes_max // size_bytes)))
 
 
 class Part:
     """Consecutive views of memory as a file that is read once from its beginning, or again after `seek(0)`."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
+        self.views = views
         self._starts = [0, *accumulate(len(view) for view in views)]
         self._place = 0
         self._position = 0
@@ -53,7 +84,7 @@ class Part:
             return b""
         while self._starts[self._place + 1] <= self._position:
             self._place += 1
-        view, offset = self._views[self._place], self._position - self._starts[self._place]
+        view, offset = self.views[self._place], self._position - self._starts[self._place]
         piece = view[offset : offset + SLICE_BYTES]
         self._position += len(piece)
         return piece
@@ -70,21 +101,21 @@ class Part:
     def checksum(self) -> str:
         """crc32c of all bytes, as S3 writes it."""
         digest = 0
-        for view in self._views:
+        for view in self.views:
             digest = crc32c(view, digest)
         return base64.b64encode(digest.to_bytes(4, "big")).decode()
 
 
-def cut(pieces: Iterable[Piece]) -> Iterator[Part]:
-    """Parts of exactly `part_bytes`, as soon as their bytes are there; the last one is smaller, maybe empty."""
-    number, missing = 1, part_bytes(1)
+def cut(pieces: Iterable[Piece], plan: PartPlan) -> Iterator[Part]:
+    """Parts of exactly the planned sizes, as soon as their bytes are there; the last one is smaller, maybe empty."""
+    number, missing = 1, plan.part_bytes(1)
     views: list[memoryview] = []
     for view in map(_bytes_of, pieces):
         rest = view
         while len(rest) >= missing:
             yield Part([*views, rest[:missing]])
             rest, number, views = rest[missing:], number + 1, []
-            missing = part_bytes(number)
+            missing = plan.part_bytes(number)
         if rest:
             views.append(rest)
             missing -= len(rest)

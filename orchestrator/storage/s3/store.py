@@ -3,7 +3,8 @@
 What is small, or known whole, is one conditional PutObject: the create-if-absent that claims and commits rest on. A
 shard that comes in pieces is a multipart upload: its parts leave while later pieces are still being made, and it is
 completed under the same condition where the server knows it. There are servers that ignore the condition silently,
-so before its first write a store proves that a second one is refused.
+so before its first write a store proves that a second one is refused. Whoever accepts such a server in the store's
+URL gets a warning, and creates that look before they write and read back what they wrote: better than nothing.
 
 Uploads in parts that killed writers left are listed by `unfinished`. Not here: retries (`storage/retrying`). Called
 through `storage/opening`.
@@ -12,6 +13,7 @@ through `storage/opening`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import secrets
 import threading
@@ -20,20 +22,23 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
+from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError, StoreUnavailableError
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
-from orchestrator.storage.base import Entry, Piece, Unfinished
+from orchestrator.storage.base import Entry, Piece, Unfinished, bytes_at_most
+from orchestrator.storage.retrying import holds
 from orchestrator.storage.s3.bucket import Body, Bucket
 from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError, UploadGoneError
-from orchestrator.storage.s3.parts import PART_BYTES, Part, cut, whole
-from orchestrator.storage.s3.upload import Abilities, Again, nothing_done, upload
+from orchestrator.storage.s3.parts import Part, PartPlan, cut, plan_parts, whole
+from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, nothing_done, upload
 
 ONE_PUT_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
+_ACCEPTING = "accept it with ?without_conditional_writes=accept in the store's URL, where only one writer ever runs"
+_LOG = logging.getLogger(__name__)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
-def once(action: Callable[[], Any]) -> Any:
+def once(action: Callable[[], Any], **_: Any) -> Any:
     """Calls the action: no second try."""
     return action()
 
@@ -45,8 +50,11 @@ class S3Store:
     those that arrived.
     """
 
-    def __init__(self, bucket: Bucket, again: Again = once) -> None:
+    def __init__(self, bucket: Bucket, again: Again = once, *, without_conditional_writes: bool = False) -> None:
+        """`without_conditional_writes`: a server that ignores the condition is used all the same, with a warning."""
         self._bucket = bucket
+        self._accepts_unconditional = without_conditional_writes
+        self._unconditional = False
         self._again = again
         self._abilities = Abilities()
         self._proving = threading.Lock()
@@ -64,14 +72,15 @@ class S3Store:
         if isinstance(pieces, list | tuple):
             content = whole(pieces)
             if len(content) <= ONE_PUT_BYTES_MAX:
-                self._put(key, content)
+                self._create(key, content)
                 return
-        parts = cut(pieces)
+        plan = plan_parts(bytes_at_most(pieces))
+        parts = cut(pieces, plan)
         first = next(parts)
-        if len(first) < PART_BYTES:
-            self._put(key, first)
+        if len(first) < plan.first_bytes:
+            self._create(key, first)
         else:
-            self._upload(key, chain([first], parts))
+            self._upload(key, chain([first], parts), plan)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
@@ -98,9 +107,15 @@ class S3Store:
             return body.length
 
     def size(self, key: str) -> int:
-        """See the port."""
+        """See the port. An answer to HEAD has no body that says why not: a refusal is asked for once more by GET."""
         key_parts(key)
-        return int(self._bucket.call("head_object", key)["ContentLength"])
+        try:
+            return int(self._bucket.call("head_object", key)["ContentLength"])
+        except (NotFoundError, StoreUnavailableError, UploadGoneError):
+            raise
+        except StoreError:
+            with self._range(key, 0, 1):
+                raise
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """See the port. The whole listing is read before the first entry comes; not all servers sort it."""
@@ -138,15 +153,20 @@ class S3Store:
 
         Raises StoreError, naming the server, if it does not keep the promise of `create`.
         """
-        key, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(32)
+        key, contents = f"probe-{secrets.token_hex(8)}", [secrets.token_bytes(32), secrets.token_bytes(32)]
         try:
-            self._put_adapting(key, content)
-            self._check_refusal(key)
-            if self.read(key) != content:
+            self._put_adapting(key, contents[0])
+            refused = self._refuses(key, contents[1])
+            if not refused and not self._accepts_unconditional:
+                raise StoreError(self.url, f"{self._ignores()}; use a server that honours it, or {_ACCEPTING}")
+            if self.read(key) != contents[0 if refused else 1]:
                 raise StoreError(self.url, f"{self._bucket.endpoint} gave back other bytes than were written")
         finally:
             with contextlib.suppress(StoreError):  # not everybody who may write may delete
                 self.delete(key)
+        if not refused and not self._unconditional:
+            _LOG.warning("%s: %s; it is used all the same, as the store's URL says", self.url, self._ignores())
+        self._unconditional = not refused
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -166,44 +186,58 @@ class S3Store:
             self._abilities.checksums = self._abilities.part_checksums = False
             self._put(key, whole([content]))
 
-    def _check_refusal(self, key: str) -> None:
+    def _refuses(self, key: str, content: bytes) -> bool:
         try:
-            self._put(key, whole([secrets.token_bytes(32)]))
+            self._put(key, whole([content]))
         except AlreadyExistsError:
-            return
-        raise StoreError(
-            self.url,
+            return True
+        return False
+
+    def _ignores(self) -> str:
+        return (
             f"{self._bucket.endpoint} silently ignores If-None-Match: it let the same key be written twice, so two "
-            "writers could both claim one generation; use a server that honours it",
+            "supervisors could both claim one generation, and both believe that they won"
         )
+
+    def _create(self, key: str, content: Part) -> None:
+        """The one request, between two looks where the server does not look itself."""
+        if not self._unconditional:
+            self._put(key, content)
+            return
+        with nothing_done():
+            self._refuse_if_there(key)
+        self._put(key, content)
+        with maybe_done():
+            if not holds(self, key, content.views):
+                raise AlreadyExistsError(key, "somebody else wrote it at the same time")
 
     def _put(self, key: str, content: Part) -> None:
         checksum = {"ChecksumCRC32C": content.checksum()} if self._abilities.checksums else {}
         self._bucket.call("put_object", key, Body=content, ContentLength=len(content), IfNoneMatch="*", **checksum)
 
-    def _upload(self, key: str, parts: Iterable[Part]) -> None:
+    def _upload(self, key: str, parts: Iterable[Part], plan: PartPlan) -> None:
         """The key is looked for first: that spares sending gigabytes in vain, and some servers look no more later."""
         with nothing_done():
-            if self._is_there(key):
-                raise AlreadyExistsError(key, "is there already")
-        size_bytes = upload(self._bucket, key, parts, self._abilities, self._again)
-        stored = self._again(lambda: self.size(key))
+            self._refuse_if_there(key)
+        size_bytes = upload(self._bucket, key, parts, plan=plan, abilities=self._abilities, again=self._again)
+        with maybe_done():
+            stored = self._again(lambda: self.size(key))
         if stored != size_bytes:
             raise StoreError(key, f"{stored} bytes are there of {size_bytes} that were sent")
 
-    def _is_there(self, key: str) -> bool:
-        try:
+    def _refuse_if_there(self, key: str) -> None:
+        with contextlib.suppress(NotFoundError):
             self.size(key)
-        except NotFoundError:
-            return False
-        return True
+            raise AlreadyExistsError(key, "is there already")
 
     # ------------------------------------------------------------------------------------------ reading
 
     @contextmanager
     def _range(self, key: str, start: int, stop: int | None) -> Iterator[Body | None]:
         """The bytes [start, stop), or as many of them as there are; None if the object ends at or before `start`."""
-        wanted = {} if (start, stop) == (0, None) else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        wanted = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        if (start, stop) == (0, None):  # a whole record: nothing but its checksum would show a wrong bit in it
+            wanted = {"ChecksumMode": "ENABLED"} if self._abilities.checksums else {}
         try:
             with self._bucket.opened(key, **wanted) as (answer, body):
                 _check_range_of(key, answer, body.length, start, stop)
