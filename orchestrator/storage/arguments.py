@@ -24,6 +24,15 @@ def key_parts(key: str) -> list[str]:
     return parts
 
 
+def is_key(text: str) -> bool:
+    """Whether we can have written it; tools leave objects such as `folder/` in a bucket."""
+    try:
+        key_parts(text)
+    except StoreError:
+        return False
+    return True
+
+
 def is_probe(key: str) -> bool:
     """Whether this is what somebody wrote to try a store, and may not or could not delete."""
     return _PROBE.fullmatch(key) is not None

@@ -722,3 +722,43 @@ def test_a_body_is_sent_whole_again_with_new_credentials(accepted: str, gcs: GCS
         store._put("key", whole([b"123", b"456789"]))
         assert gcs.objects == {"key": b"123456789"}
     assert len(set(server.bodies)) == 1 < len(server.bodies)
+
+
+def test_a_key_that_encrypts_goes_with_every_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    gcs = GCS()
+    sent: list[dict[str, str]] = []
+
+    def request(method: str, url: str, **others: Any) -> requests.Response:
+        if method == "POST":
+            sent.append(dict(others["params"]))
+        return GCS.request(gcs, method, url, **others)
+
+    monkeypatch.setattr(gcs, "request", request)
+    connection = Connection(ENDPOINT, gcs)  # type: ignore[arg-type]
+    bucket = Bucket("bucket", "jobs", kms_key="projects/p/cryptoKeys/k", connection=connection)
+    store = GCSStore(bucket)
+    assert store.url == "gs://bucket/jobs?kms_key=projects/p/cryptoKeys/k"
+    store.create("small", [b"x"])
+    assert {one["kmsKeyName"] for one in sent} == {"projects/p/cryptoKeys/k"}
+
+
+def test_a_wrong_bit_on_the_way_here_is_asked_for_again() -> None:
+    """Of whole objects: a receipt with a wrong bit must not get into an index."""
+    gcs = GCS()
+    bucket = Bucket("bucket", "", connection=Connection(ENDPOINT, gcs))  # type: ignore[arg-type]
+    store = RetryingStore(GCSStore(bucket), Patience(sleep=lambda seconds: None))
+    gcs.objects["key"] = b"content"
+    wrong = [b"cOntent"]
+
+    def instead(what: str) -> requests.Response | None:
+        if what != "GET media" or not wrong:
+            return None
+        content = wrong.pop()
+        hashes = f"crc32c={_checksum(b'content')},md5=x"
+        found = answer(200, headers={"Content-Length": str(len(content)), "x-goog-hash": hashes})
+        found.raw = _Raw(content)
+        return found
+
+    gcs.before = instead
+    assert store.read("key") == b"content"
+    assert wrong == []

@@ -10,6 +10,7 @@ Called by `store` and `upload`.
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from google.cloud import storage
 from urllib3.exceptions import HTTPError
 
 from orchestrator.errors import ConfigError, StoreError, StoreUnavailableError
+from orchestrator.storage.answers import Body
 from orchestrator.storage.bucket_urls import BucketUrl
 from orchestrator.storage.gcs.content import Content
 from orchestrator.storage.gcs.errors import raised, refused
@@ -31,6 +33,7 @@ CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 """The longest that a server may take to begin its answer, or to go on with it, or to take a slice of a body."""
 CONNECTIONS_MAX = 64
+_CRC32C = re.compile(r"(?:^|[, ])crc32c=([A-Za-z0-9+/]{6}==)")
 LISTED_AT_ONCE = 1000
 """Objects in one answer to a listing; GCS gives no more."""
 
@@ -154,7 +157,7 @@ class Bucket:
         path = f"/download/storage/v1/b/{quote(self.name)}/o/{self._quoted(key)}"
         arguments: dict[str, Any] = {"parameters": {"alt": "media"}, "headers": headers, "stream": True}
         answer = self.ask(key, "get", "GET", path, wanted=(200, 206), **arguments)
-        body = Body(key, answer)
+        body = _body(key, answer)
         with self._translated(key):
             try:
                 yield answer, body
@@ -222,44 +225,11 @@ def json_of(key: str, answer: requests.Response) -> dict[str, Any]:
     return found
 
 
-class Body:
-    """What comes after an answer's head: read once, whole or into given memory."""
-
-    def __init__(self, key: str, answer: requests.Response) -> None:
-        text = answer.headers.get("Content-Length", "")
-        if not text.isdecimal():
-            answer.close()
-            raise StoreError(key, "the answer does not say how long it is")
-        self.length = int(text)
-        self._key = key
-        self._answer: Any = answer.raw  # urllib3's copies; below it is the socket's
-        raw = getattr(self._answer, "_fp", None)
-        self._raw: Any = raw if isinstance(raw, http.client.HTTPResponse) else self._answer
-
-    def read(self) -> bytes:
-        """All of it. Raises StoreUnavailableError if it ends early."""
-        data: bytes = self._raw.read(self.length) if self.length else self._raw.read()
-        if len(data) != self.length:
-            raise self._short(len(data))
-        return data
-
-    def read_into(self, buffers: Sequence[memoryview]) -> None:
-        """All of it into the buffers, one after another. Raises StoreUnavailableError if it ends early."""
-        left = self.length
-        for buffer in buffers:
-            rest = buffer[:left]
-            while rest:
-                count = self._raw.readinto(rest)
-                if not count:
-                    raise self._short(self.length - left)
-                rest, left = rest[count:], left - count
-
-    def close(self) -> None:
-        """Gives the connection back if nothing more comes on it, else closes it."""
-        if self._raw.closed or (self._raw is not self._answer and self._raw.isclosed()):
-            self._answer.release_conn()
-        else:
-            self._answer.close()
-
-    def _short(self, count: int) -> StoreUnavailableError:
-        return StoreUnavailableError(self._key, f"the answer ended after {count} of {self.length} bytes")
+def _body(key: str, answer: requests.Response) -> Body:
+    text = answer.headers.get("Content-Length", "")
+    if not text.isdecimal():
+        answer.close()
+        raise StoreError(key, "the answer does not say how long it is")
+    hashes = answer.headers.get("x-goog-hash", "") if answer.status_code == 200 else ""  # of a range there is none
+    found = _CRC32C.search(hashes)
+    return Body(key, answer.raw, int(text), found[1] if found else "")

@@ -5,7 +5,6 @@ Pure; no SDK. Called by `store` and `upload`.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Sequence
 
 from crc32c import crc32c
@@ -48,11 +47,6 @@ class Content:
         for view in self.views:
             before = crc32c(view, before)
         return before
-
-
-def checksum(digest: int) -> str:
-    """crc32c as GCS writes it."""
-    return base64.b64encode(digest.to_bytes(4, "big")).decode()
 
 
 def cut(pieces: Iterable[Piece]) -> Iterator[tuple[Content, bool]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,19 +20,17 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import requests
-
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
-from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
+from orchestrator.storage.answers import Body, check_range_of, checksum_text
+from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece
-from orchestrator.storage.gcs.bucket import Body, Bucket, json_of
-from orchestrator.storage.gcs.content import Content, checksum, cut, whole
+from orchestrator.storage.gcs.bucket import Bucket, json_of
+from orchestrator.storage.gcs.content import Content, cut, whole
 from orchestrator.storage.gcs.errors import NoSuchRangeError
 from orchestrator.storage.gcs.upload import Again, check_stored, nothing_done, upload
 
 ONE_REQUEST_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 def once(action: Callable[[], Any]) -> Any:
@@ -109,7 +106,7 @@ class GCSStore:
         """See the port. The whole listing is read before the first entry comes."""
         prefix_parts(prefix)
         found = [Entry(key=key, size_bytes=size_bytes) for key, size_bytes in self._bucket.objects(prefix)]
-        return iter(sorted((entry for entry in found if _is_key(entry.key)), key=lambda entry: entry.key))
+        return iter(sorted((entry for entry in found if is_key(entry.key)), key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
         """See the port."""
@@ -158,7 +155,7 @@ class GCSStore:
     def _put(self, key: str, content: Content) -> None:
         """One request: its first part says what follows, with the digest, which GCS compares."""
         digest = content.digest()
-        about = json.dumps({"name": self._bucket.full_key(key), "crc32c": checksum(digest)})
+        about = json.dumps({"name": self._bucket.full_key(key), "crc32c": checksum_text(digest)})
         line = f"--{secrets.token_hex(16)}"
         head = f"{line}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{about}\r\n{line}\r\n"
         body = whole([f"{head}Content-Type: application/octet-stream\r\n\r\n".encode()])
@@ -189,29 +186,7 @@ class GCSStore:
         wanted = {} if (start, stop) == (0, None) else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
         try:
             with self._bucket.opened(key, wanted) as (answer, body):
-                _check_range_of(key, answer, body.length, start, stop)
+                check_range_of(key, answer.headers.get("Content-Range", ""), body.length, start, stop)
                 yield body
         except NoSuchRangeError:
             yield None
-
-
-def _check_range_of(key: str, answer: requests.Response, length: int, start: int, stop: int | None) -> None:
-    """Raises StoreError unless the answer has just the bytes that were asked for, as far as there are any."""
-    match = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-    if match is None:  # the whole object: as asked for, or because it is empty
-        first, size_bytes = (start, start) if length == 0 else (0, length)
-    else:
-        first, size_bytes = int(match[1]), int(match[3])
-    expected = size_bytes if stop is None else min(stop, size_bytes)
-    if first != start or length != expected - start:
-        problem = f"asked for bytes [{start}, {'' if stop is None else stop}), {length} bytes from {first} on came"
-        raise StoreError(key, problem)
-
-
-def _is_key(key: str) -> bool:
-    """Whether we can have written it; tools leave objects such as `folder/` behind."""
-    try:
-        key_parts(key)
-    except StoreError:
-        return False
-    return True

@@ -17,8 +17,9 @@ from typing import Any
 import requests
 
 from orchestrator.errors import AlreadyExistsError, StoreError, StoreUnavailableError
+from orchestrator.storage.answers import checksum_text
 from orchestrator.storage.gcs.bucket import Bucket, json_of
-from orchestrator.storage.gcs.content import Content, checksum
+from orchestrator.storage.gcs.content import Content
 from orchestrator.storage.gcs.errors import UploadGoneError
 
 Again = Callable[[Callable[[], Any]], Any]
@@ -65,7 +66,7 @@ def check_stored(bucket: Bucket, key: str, stored: dict[str, Any], size_bytes: i
 
     `stored`: what it says about the object that it has made of our request.
     """
-    found, sent = (str(stored.get("size")), stored.get("crc32c")), (str(size_bytes), checksum(digest))
+    found, sent = (str(stored.get("size")), stored.get("crc32c")), (str(size_bytes), checksum_text(digest))
     if found != sent:
         what = f"stored {found[0]} bytes with crc32c {found[1]}, but {sent[0]} bytes with {sent[1]} were sent"
         raise StoreError(key, f"{bucket.endpoint} {what}; {_removed(bucket, key, stored)}")
@@ -154,7 +155,7 @@ class _Upload:
     def _put(self, content: Content | bytes, content_range: str, last: bool = False) -> None:
         headers = {"Content-Range": f"bytes {content_range}"}
         if last:
-            headers["x-goog-hash"] = f"crc32c={checksum(self._digest)}"
+            headers["x-goog-hash"] = f"crc32c={checksum_text(self._digest)}"
         wanted = (200, 201, _INCOMPLETE, *_GONE)
         self._unsure = True
         answer = self._bucket.ask(

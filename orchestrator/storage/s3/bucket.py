@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,10 +20,10 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from orchestrator.errors import ConfigError, StoreUnavailableError
+from orchestrator.errors import ConfigError
+from orchestrator.storage.answers import Body
 from orchestrator.storage.s3.errors import store_error
 from orchestrator.storage.s3.location import S3Location
-from orchestrator.storage.s3.parts import whole
 
 CONNECT_SECONDS = 10.0
 """Also the longest that one slice of a part may take to leave."""
@@ -106,7 +106,8 @@ class Bucket:
         """A GET's answer and its body, for as long as the block lasts; its connection is kept if all of it was read."""
         answer = self.call("get_object", key, **arguments)
         checksum = answer.get("ChecksumCRC32C", "") if "ChecksumMode" in arguments else ""
-        body = Body(key, answer["Body"], answer["ContentLength"], checksum)
+        whole = "" if "-" in checksum else checksum  # that of an upload in parts is none of all bytes
+        body = Body(key, answer["Body"]._raw_stream, answer["ContentLength"], whole)
         with self._translated("get_object", key):
             try:
                 yield answer, body
@@ -167,51 +168,6 @@ def make_client(
     if address.scheme == "https":
         client.meta.config.s3 = {**(client.meta.config.s3 or {}), "payload_signing_enabled": False}
     return client
-
-
-class Body:
-    """What comes after an answer's head: read once, whole or into given memory."""
-
-    def __init__(self, key: str, stream: Any, length: int, checksum: str = "") -> None:
-        """`checksum`: the crc32c of the whole object, as the server keeps it; that of an upload in parts is no such."""
-        self.length = length
-        self._checksum = "" if "-" in checksum else checksum
-        self._key = key
-        self._answer = stream._raw_stream  # botocore's stream and urllib3's answer copy; below them is the socket's
-        raw = getattr(self._answer, "_fp", None)
-        self._raw: Any = raw if isinstance(raw, http.client.HTTPResponse) else self._answer
-
-    def read(self) -> bytes:
-        """All of it. Raises StoreUnavailableError if it ends early, or is not what the server says it has."""
-        data: bytes = self._raw.read(self.length) if self.length else self._raw.read()
-        if len(data) != self.length:
-            raise self._short(len(data))
-        if self._checksum and whole([data]).checksum() != self._checksum:
-            raise StoreUnavailableError(
-                self._key, f"{self.length} bytes came with another checksum than they were sent"
-            )
-        return data
-
-    def read_into(self, buffers: Sequence[memoryview]) -> None:
-        """All of it into the buffers, one after another. Raises StoreUnavailableError if it ends early."""
-        left = self.length
-        for buffer in buffers:
-            rest = buffer[:left]
-            while rest:
-                count = self._raw.readinto(rest)
-                if not count:
-                    raise self._short(self.length - left)
-                rest, left = rest[count:], left - count
-
-    def close(self) -> None:
-        """Gives the connection back if nothing more comes on it, else closes it."""
-        if self._raw.closed or (self._raw is not self._answer and self._raw.isclosed()):
-            self._answer.release_conn()
-        else:
-            self._answer.close()
-
-    def _short(self, count: int) -> StoreUnavailableError:
-        return StoreUnavailableError(self._key, f"the answer ended after {count} of {self.length} bytes")
 
 
 def _operation_name(operation: str) -> str:

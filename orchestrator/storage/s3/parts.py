@@ -5,13 +5,11 @@ Pure; no SDK. Called by `store` and `upload`.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from crc32c import crc32c
-
+from orchestrator.storage.answers import checksum
 from orchestrator.storage.base import Piece
 
 PART_BYTES = 16 << 20
@@ -100,10 +98,7 @@ class Part:
 
     def checksum(self) -> str:
         """crc32c of all bytes, as S3 writes it."""
-        digest = 0
-        for view in self.views:
-            digest = crc32c(view, digest)
-        return base64.b64encode(digest.to_bytes(4, "big")).decode()
+        return checksum(self.views)
 
 
 def cut(pieces: Iterable[Piece], plan: PartPlan) -> Iterator[Part]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +22,11 @@ from itertools import chain
 from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError, StoreUnavailableError
-from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts, prefix_parts
+from orchestrator.storage.answers import Body, check_range_of
+from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece, Unfinished, bytes_at_most
 from orchestrator.storage.retrying import holds
-from orchestrator.storage.s3.bucket import Body, Bucket
+from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError, UploadGoneError
 from orchestrator.storage.s3.parts import Part, PartPlan, cut, plan_parts, whole
 from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, nothing_done, upload
@@ -35,7 +35,6 @@ ONE_PUT_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
 _ACCEPTING = "accept it with ?without_conditional_writes=accept in the store's URL, where only one writer ever runs"
 _LOG = logging.getLogger(__name__)
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 def once(action: Callable[[], Any], **_: Any) -> Any:
@@ -121,7 +120,7 @@ class S3Store:
         """See the port. The whole listing is read before the first entry comes; not all servers sort it."""
         prefix_parts(prefix)
         found = [Entry(key=one["Key"], size_bytes=one["Size"]) for one in self._bucket.objects(prefix)]
-        return iter(sorted((entry for entry in found if _is_key(entry.key)), key=lambda entry: entry.key))
+        return iter(sorted((entry for entry in found if is_key(entry.key)), key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
         """See the port."""
@@ -136,7 +135,7 @@ class S3Store:
             found = [Unfinished(key=one["Key"], token=one["UploadId"]) for one in self._bucket.uploads(prefix)]
         except UnsupportedError:
             return iter(())
-        return iter(sorted((write for write in found if _is_key(write.key)), key=lambda write: write.key))
+        return iter(sorted((write for write in found if is_key(write.key)), key=lambda write: write.key))
 
     def discard(self, write: Unfinished) -> None:
         """See SweepableStore."""
@@ -240,29 +239,7 @@ class S3Store:
             wanted = {"ChecksumMode": "ENABLED"} if self._abilities.checksums else {}
         try:
             with self._bucket.opened(key, **wanted) as (answer, body):
-                _check_range_of(key, answer, body.length, start, stop)
+                check_range_of(key, answer.get("ContentRange", ""), body.length, start, stop)
                 yield body
         except NoSuchRangeError:
             yield None
-
-
-def _check_range_of(key: str, answer: dict[str, Any], length: int, start: int, stop: int | None) -> None:
-    """Raises StoreError unless the answer has just the bytes that were asked for, as far as there are any."""
-    match = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
-    if match is None:  # the whole object: as asked for, or because it is empty
-        first, size_bytes = (start, start) if length == 0 else (0, length)
-    else:
-        first, size_bytes = int(match[1]), int(match[3])
-    expected = size_bytes if stop is None else min(stop, size_bytes)
-    if first != start or length != expected - start:
-        problem = f"asked for bytes [{start}, {'' if stop is None else stop}), {length} bytes from {first} on came"
-        raise StoreError(key, problem)
-
-
-def _is_key(key: str) -> bool:
-    """Whether we can have written it; tools leave objects such as `folder/` behind."""
-    try:
-        key_parts(key)
-    except StoreError:
-        return False
-    return True
