@@ -35,9 +35,9 @@ PATIENCE_SECONDS = 3.0
 _FOLDER_ADVICE = "use a folder or file system that this user may write, with hard links; jobs would lose checkpoints"
 _ENDPOINTS = {"s3": "AWS_ENDPOINT_URL, or endpoint= in the URL", "gs": "STORAGE_EMULATOR_HOST"}
 """What says where a bucket's server is, by scheme."""
-_DENIED_ADVICE = "jobs list, read and write there: give credentials that may do that (docs/settings.md)"
+_DENIED_ADVICE = "jobs list, read and write there: give credentials that may do that (docs/stores.md)"
 _FULL_ADVICE = "make room, or name another store"
-_BUCKET_ADVICE = "jobs cannot save there: docs/settings.md says what a bucket needs"
+_BUCKET_ADVICE = "jobs cannot save there: docs/stores.md says what a bucket needs"
 _Result = TypeVar("_Result")
 
 

@@ -460,7 +460,7 @@ def test_a_write_that_is_discarded_fails_and_leaves_nothing(stores: Stores) -> N
         yield b"and more"
 
     if not stores.leaves_unfinished:
-        return
+        pytest.skip("nothing to discard: it leaves nothing, or cannot list it")
     with pytest.raises(StoreError):
         store.create("a/key", pieces())
     assert unfinished(store) == []
