@@ -1,7 +1,7 @@
-"""What the checkpoint engine is compared with: torch's own checkpoints, safetensors, two libraries, and bare bytes.
+"""What the checkpoint engine is compared with: torch's own checkpoints, safetensors, three libraries, and bare bytes.
 
-All files are flushed to the disk before a save counts, as ours are. `torchsnapshot` and `torch_checkpointing` are
-used where they are installed (`make bench` installs them); `import_problem` says why one is not.
+All files are flushed to the disk before a save counts, as ours are. `torchsnapshot`, `torch_checkpointing` and
+`s3torchconnector` are used where they are installed (`make bench` installs them); `import_problem` says why one is not.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """G7: a shard into an S3 bucket, signed and digested, over loopback to a process that discards it.
 
 Ours is what an agent does with a staged shard, receipt included, in a process of its own at normal priority. Over
-http the SDK signs the sha256 of each body, which takes most of the time; over TLS it does not, which "payload
-unsigned" shows. Against `s3torchconnector`'s writer for torch.distributed.checkpoint, `torch.save` into memory and
-boto3's `upload_fileobj`, boto3's `upload_file` of the staged file, and a bare PUT. What each takes of the processors
-and of memory is looked at, too. What ours sends is read back once, from a bucket that keeps it, and compared.
+http the SDK signs the sha256 of each body, which takes much of the time; over TLS it does not, nor does
+`s3torchconnector` here: lines of "payload unsigned" are like with like. Compared with `s3torchconnector`'s writer for
+torch.distributed.checkpoint, `torch.save` into memory and boto3's `upload_fileobj`, boto3's `upload_file` of the
+staged file, and a bare PUT. What each takes of the processors and of memory is looked at, too. What ours sends is
+read back once, from a bucket that keeps it, and compared.
 
     python -m benchmarks.uploading [--state A|B] [--pairs 7] [--quick] [--json]
 """
