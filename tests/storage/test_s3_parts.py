@@ -63,7 +63,7 @@ def test_a_shard_of_160_gib_fits_and_one_of_a_tebibyte_too() -> None:
     assert sum(sizes[: PARTS_MAX - 2000]) > 160 * GIB
     assert max(sizes) <= 5 * GIB, "S3 takes no larger part"
     assert sizes == sorted(sizes)
-    assert len({*sizes[: 78 * GIB // sizes[0]]}) == 1, "R2 takes equal parts only"
+    assert len({*sizes[: 156 * GIB // sizes[0]]}) == 1, "R2 takes equal parts only"
 
 
 def test_reads_views_of_memory_without_a_copy() -> None:
