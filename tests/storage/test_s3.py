@@ -383,7 +383,7 @@ class Bounded:
 def test_the_size_of_parts_goes_by_what_the_pieces_say(
     wrapped: bool, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
+    monkeypatch.setattr(parts_module, "SMALLER", ((1 << 30, 5),))
     store: ObjectStore = proved_store(client)
     if wrapped:
         store = RetryingStore(store, Patience())
@@ -403,7 +403,7 @@ def test_the_size_of_parts_goes_by_what_the_pieces_say(
 def test_an_error_names_the_part(
     failure: tuple[str, int], problem: str, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
+    monkeypatch.setattr(parts_module, "SMALLER", ((1 << 30, 5),))
     store = proved_store(client)
     client.fail = lambda _, arguments: failure if arguments.get("PartNumber") == 2 else None
     with pytest.raises(StoreError, match=problem):

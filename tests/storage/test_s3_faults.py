@@ -117,7 +117,7 @@ class Scene:
 
 @pytest.fixture
 def scene(s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(parts_module, "SMALLER", ((1 << 30, PART_BYTES),))
     server = s3_servers.shared("seaweedfs")
     with FaultyProxy(server.url) as proxy:
         scene = Scene(proxy, server, server.bucket())
