@@ -24,10 +24,10 @@ from tests.processes.observation import processes
 
 TRAINING = Path(__file__).with_name("ledger_training.py")
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 200
+STEPS = 120
 SAVE_EVERY = 10
 SAVING = ("--save-every", str(SAVE_EVERY))
-STEP_SECONDS = 0.05
+STEP_SECONDS = 0.03
 BALLAST_MIB = 4
 WAIT_SECONDS = 60.0
 JOB = "job"
