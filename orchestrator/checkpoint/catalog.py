@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_in_order
+from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_in_order, read_record
 from orchestrator.checkpoint.save import read_index
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FormatError, NotFoundError, VersionError
-from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.base import Entry, ObjectStore
 
 
 class Standing(StrEnum):
@@ -59,7 +59,11 @@ def claimed(store: ObjectStore) -> list[int]:
 
 def read_generations(store: ObjectStore) -> dict[int, fmt.GenerationRecord]:
     """All claims by number."""
-    claims = [entry for entry in store.entries("generations/") if fmt.parse_generation_key(entry.key) is not None]
+    return _read_claims(store, store.entries("generations/"))
+
+
+def _read_claims(store: ObjectStore, listed: Iterable[Entry]) -> dict[int, fmt.GenerationRecord]:
+    claims = [entry for entry in listed if fmt.parse_generation_key(entry.key) is not None]
     found: dict[int, fmt.GenerationRecord] = {}
     for key, data in read_in_order(store, claims, SMALL_BYTES_MAX):  # there may be hundreds: not one after another
         record = fmt.load(fmt.GenerationRecord, key, data)
@@ -86,11 +90,50 @@ Known = dict[CheckpointId, Decided]
 
 def survey(store: ObjectStore, known: Known | None = None) -> Catalog:
     """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing."""
-    generations = read_generations(store)
+    listed = list(store.entries("generations/"))
+    generations = _read_claims(store, listed)
     known = {} if known is None else known
     files = checkpoint_files(store)
+    base = _last_base(store, listed)
+    if base is not None and fmt.RETIRED in files.get(base.id, {}) and _is_void(store, base):
+        del files[base.id][fmt.RETIRED]
     entries = [_judge(store, checkpoint, files[checkpoint], generations, known) for checkpoint in sorted(files)]
     return Catalog(entries=tuple(reversed(entries)), generations=generations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What the newest generation that has chosen its base has chosen."""
+
+    id: CheckpointId
+    generation: int
+
+
+def _last_base(store: ObjectStore, listed: Iterable[Entry]) -> _Base | None:
+    """None if there is no base record yet, or it is of a fresh start."""
+    key = max((entry.key for entry in listed if entry.key.endswith(".base.json")), key=_by_number, default=None)
+    if key is None:
+        return None
+    record = fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+    return None if record.id is None else _Base(id=record.id, generation=record.generation)
+
+
+def _by_number(key: str) -> tuple[int, str]:
+    return len(key), key  # eight digits at least, then more
+
+
+def _is_void(store: ObjectStore, base: _Base) -> bool:
+    """Whether the marker on a base is of an older generation than the one that chose it.
+
+    That one would have seen the marker if it had been there, so it came later: a zombie's, which deletes nothing
+    after it (it looks at the claims first), and which shall not hide from the newer generations what they go on from.
+    """
+    key = fmt.retired_key(base.id)
+    try:
+        marker = fmt.load(fmt.Marker, key, read_record(store, key, SMALL_BYTES_MAX))
+    except FormatError:  # whatever a marker contains, it is heeded
+        return False
+    return marker.by_generation < base.generation
 
 
 def checkpoint_files(store: ObjectStore) -> dict[CheckpointId, dict[str, int]]:

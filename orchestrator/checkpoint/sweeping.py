@@ -140,7 +140,12 @@ class Ages(Generic[ThingT]):
 
 
 def retire(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[CheckpointId, ...]:
-    """Mark what is not kept; which ones. Nothing of them is deleted yet. Raises SweepRefusedError, StoreError."""
+    """Mark what is not kept; which ones. Nothing of them is deleted yet.
+
+    Raises FencedError if the catalog shows a higher generation at work: by whose checkpoints would it be counted?
+    Raises SweepRefusedError, StoreError.
+    """
+    check_highest([*catalog.generations, *(entry.id.generation for entry in catalog.entries)], generation)
     going = [verdict for verdict in verdicts(store, catalog, generation, keep) if not verdict.keep]
     for verdict in reversed(going):  # the oldest first: whatever stops this, the newest are left
         marker = fmt.Marker(

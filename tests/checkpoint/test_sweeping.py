@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace as changed
 from pathlib import Path
 
 import pytest
@@ -428,3 +429,66 @@ def test_an_index_is_read_once(tmp_path: Path, time: Time) -> None:
     read.clear()
     sweeper.sweep(1, Keep(last=2), (), GRACE_SECONDS)
     assert [key for key in read if key.endswith("index.json")] == [fmt.index_key(checkpoint_id(1, 40))]
+
+
+def marked_late(store: ObjectStore, folder: Path) -> CheckpointId:
+    """Generation 2 avoids the newest checkpoint and takes the one before, which a zombie of generation 1 then marks."""
+    opened(store)
+    saved(store, folder, 5)
+    old, new = saved(store, folder, 10, 20)
+    catalog = survey(store)
+    assert open_generation(store, WHO, 1, (new,), 1.0).base == old
+    assert old in retire(store, catalog, 1, ONE)
+    assert fmt.RETIRED in left(store, old)
+    return old
+
+
+def test_a_base_that_a_zombie_marked_is_not_deleted_by_its_own_generation(tmp_path: Path, time: Time) -> None:
+    store = MemoryStore()
+    base = marked_late(store, tmp_path)
+    assert standings(store) == {5: Standing.RETIRED, 10: Standing.COMMITTED, 20: Standing.COMMITTED}
+    saved(store, tmp_path, 30, 40, generation=2)
+    sweep(store, time, generation=2)
+    assert standings(store)[10] is Standing.COMMITTED
+    assert len(left(store, base)) == 6
+    assert left(store, checkpoint_id(1, 5)) == ["index.json", "retired.json"]
+
+
+def test_a_base_that_a_zombie_marked_can_be_chosen_again(tmp_path: Path, time: Time) -> None:
+    """And once no generation goes on from it any more, the marker counts: it is deleted like any other."""
+    store = MemoryStore()
+    base = marked_late(store, tmp_path)
+    assert open_generation(store, WHO, 2, (checkpoint_id(1, 20),), 1.0).base == base
+    saved(store, tmp_path, 30, 40, generation=3)
+    assert open_generation(store, WHO, 3, (), 1.0).base == checkpoint_id(3, 40)
+    sweep(store, time, generation=4)
+    assert left(store, base) == ["index.json", "retired.json"]
+
+
+def test_after_a_rollback_a_zombies_mark_makes_no_fresh_start(tmp_path: Path) -> None:
+    store = MemoryStore()
+    opened(store)
+    old, _ = saved(store, tmp_path, 10, 20)
+    catalog = survey(store)
+    rollback = fmt.GenerationRecord(
+        version=1, job="job", generation=2, owner="owner", claimant="a person", wall_seconds=1.0, rollback_to=10
+    )
+    store.create(fmt.generation_key(2), [fmt.dump(rollback)])
+    assert open_generation(store, WHO, None, (), 1.0).base == old
+    retire(store, catalog, 1, ONE)
+    assert open_generation(store, WHO, 3, (), 1.0).base == old
+
+
+def test_a_zombie_marks_nothing_by_the_count_of_newer_generations(tmp_path: Path) -> None:
+    """It stood still after its look at the claims; of what it sees now the newer generation's are the newest."""
+    store = MemoryStore()
+    opened(store)
+    saved(store, tmp_path, 10, 20)
+    opened(store, own=1)
+    saved(store, tmp_path, 30, 40, generation=2)
+    before = list(store.entries(""))
+    claims_seen_before = changed(survey(store), generations={1: survey(store).generations[1]})
+    for catalog in (survey(store), claims_seen_before):
+        with pytest.raises(FencedError, match="generation 2 is there"):
+            retire(store, catalog, 1, ONE)
+    assert list(store.entries("")) == before
