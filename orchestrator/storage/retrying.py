@@ -16,6 +16,7 @@ from typing import TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreUnavailableError
+from orchestrator.storage.arguments import bytes_of
 from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished, bytes_at_most, digest_of
 
 _COMPARED_BYTES = 4 << 20
@@ -144,7 +145,7 @@ def holds(store: ObjectStore, key: str, pieces: Iterable[Piece]) -> bool:
     try:
         size_bytes = store.size(key)
         for piece in pieces:
-            view = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
+            view = bytes_of(piece)
             while view:
                 there = there or memoryview(store.read(key, position, min(position + _COMPARED_BYTES, size_bytes)))
                 count = min(len(there), len(view))

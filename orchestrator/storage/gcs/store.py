@@ -24,10 +24,10 @@ from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
 from orchestrator.storage.answers import Body, check_range_of, checksum_text
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.bucket_errors import NoSuchRangeError, nothing_done
 from orchestrator.storage.gcs.bucket import Bucket, json_of
 from orchestrator.storage.gcs.content import Content, cut, whole
-from orchestrator.storage.gcs.errors import NoSuchRangeError
-from orchestrator.storage.gcs.upload import Again, check_stored, nothing_done, upload
+from orchestrator.storage.gcs.upload import Again, check_stored, upload
 
 ONE_REQUEST_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""

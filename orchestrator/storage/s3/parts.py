@@ -11,6 +11,7 @@ from functools import partial
 from itertools import accumulate
 
 from orchestrator.storage.answers import checksum, checksum_text
+from orchestrator.storage.arguments import bytes_of
 from orchestrator.storage.base import Piece, digest_of
 
 PART_BYTES = 32 << 20
@@ -107,7 +108,7 @@ def cut(pieces: Iterable[Piece], plan: PartPlan) -> Iterator[Part]:
     known = digest_of(pieces)
     number, start, missing = 1, 0, plan.part_bytes(1)
     views: list[memoryview] = []
-    for view in map(_bytes_of, pieces):
+    for view in map(bytes_of, pieces):
         rest = view
         while len(rest) >= missing:
             stop = start + plan.part_bytes(number)
@@ -122,9 +123,4 @@ def cut(pieces: Iterable[Piece], plan: PartPlan) -> Iterator[Part]:
 
 def whole(pieces: Iterable[Piece]) -> Part:
     """All pieces as one part."""
-    return Part([view for view in map(_bytes_of, pieces) if view])
-
-
-def _bytes_of(piece: Piece) -> memoryview:
-    view = memoryview(piece)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return Part([view for view in map(bytes_of, pieces) if view])

@@ -25,11 +25,12 @@ from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError, S
 from orchestrator.storage.answers import Body, check_range_of
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece, Unfinished, bytes_at_most
+from orchestrator.storage.bucket_errors import ChecksumRefusedError, NoSuchRangeError, UploadGoneError, nothing_done
 from orchestrator.storage.retrying import holds
 from orchestrator.storage.s3.bucket import Bucket
-from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError, UploadGoneError
+from orchestrator.storage.s3.errors import UnsupportedError
 from orchestrator.storage.s3.parts import Part, PartPlan, cut, plan_parts, whole
-from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, nothing_done, upload
+from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, upload
 
 ONE_PUT_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
