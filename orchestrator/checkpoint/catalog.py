@@ -84,12 +84,15 @@ class Decided:
     """File name → bytes, of every shard and receipt that must be there."""
 
 
-Known = dict[CheckpointId, Decided]
+KnownIndexes = dict[CheckpointId, Decided]
 """Indexes that were read before: they are written once, so whoever looks often need not read them again."""
 
 
-def survey(store: ObjectStore, known: Known | None = None) -> Catalog:
-    """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing."""
+def survey(store: ObjectStore, known: KnownIndexes | None = None) -> Catalog:
+    """Every checkpoint folder and where it stands: by its index, its markers, and the sizes in the listing.
+
+    Raises FormatError for a claim or base record that is none, StoreError.
+    """
     listed = list(store.entries("generations/"))
     generations = _read_claims(store, listed)
     known = {} if known is None else known
@@ -111,15 +114,13 @@ class _Base:
 
 def _last_base(store: ObjectStore, listed: Iterable[Entry]) -> _Base | None:
     """None if there is no base record yet, or it is of a fresh start."""
-    key = max((entry.key for entry in listed if entry.key.endswith(".base.json")), key=_by_number, default=None)
-    if key is None:
+    numbers = (fmt.parse_base_key(entry.key) for entry in listed)
+    newest = max((number for number in numbers if number is not None), default=None)
+    if newest is None:
         return None
+    key = fmt.base_key(newest)
     record = fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
     return None if record.id is None else _Base(id=record.id, generation=record.generation)
-
-
-def _by_number(key: str) -> tuple[int, str]:
-    return len(key), key  # eight digits at least, then more
 
 
 def _is_void(store: ObjectStore, base: _Base) -> bool:
@@ -151,12 +152,12 @@ def _judge(
     checkpoint: CheckpointId,
     files: Mapping[str, int],
     generations: Mapping[int, fmt.GenerationRecord],
-    known: Known,
+    known: KnownIndexes,
 ) -> CatalogEntry:
     standing, world_size, problem = Standing.UNDECIDED, None, None
     if fmt.RETIRED in files:
         standing = Standing.RETIRED
-    elif "index.json" in files:
+    elif fmt.INDEX in files:
         try:
             decided = known.get(checkpoint) or _decided(store, checkpoint)
             known[checkpoint] = decided

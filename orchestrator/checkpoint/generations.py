@@ -257,7 +257,7 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
     done: list[CheckpointId] = []
     for checkpoint, files in sorted(checkpoint_files(store).items()):
         bounded = checkpoint.step > rollback_bound(generations, checkpoint.generation)
-        if bounded or files.keys() & {"index.json", fmt.RETIRED, fmt.QUARANTINE}:
+        if bounded or files.keys() & {fmt.INDEX, fmt.RETIRED, fmt.QUARANTINE}:
             continue
         draft = _draft(store, checkpoint)
         if draft is not None and commit_draft(store, checkpoint, draft):

@@ -1,7 +1,7 @@
 """The port to object storage: what every back end guarantees.
 
-Not here: retries (`storage/retrying`), key names (`checkpoint/format`), who may write what (design:
-only agents and the CLI's read verbs hold a store). Back ends: `memory`, `filesystem`, `s3`, `gcs`.
+Not here: retries (`storage/retrying`), key names (`checkpoint/format`), who may write what (only agents
+and the command line hold a store). Back ends: `memory`, `filesystem`, `s3`, `gcs`, `peers` (read only).
 
 Guarantees that the checkpoint protocol rests on:
 

@@ -15,7 +15,7 @@ from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.checkpoint.generations import Claimant, open_generation
 from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.save import abandon, commit, read_index
-from orchestrator.checkpoint.sweeping import Sweeper, Swept, delete_shards, retire
+from orchestrator.checkpoint.sweeping import Sweeper, SweepResult, delete_shards, retire
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FencedError, StoreError, SweepRefusedError, VersionError
 from orchestrator.storage.base import ObjectStore, Piece
@@ -64,11 +64,13 @@ def standings(store: ObjectStore) -> dict[int, Standing]:
 
 def sweep(
     store: ObjectStore, time: Time, generation: int = 1, keep: Keep = ONE, in_flight: tuple[CheckpointId, ...] = ()
-) -> Swept:
+) -> SweepResult:
     return Sweeper(store, time).sweep(generation, keep, in_flight, GRACE_SECONDS)
 
 
-def sweep_late(store: ObjectStore, time: Time, in_flight: tuple[CheckpointId, ...] = (), keep: Keep = ALL) -> Swept:
+def sweep_late(
+    store: ObjectStore, time: Time, in_flight: tuple[CheckpointId, ...] = (), keep: Keep = ALL
+) -> SweepResult:
     """What a sweeper does that has seen all that is there for long enough."""
     sweeper = Sweeper(store, time)
     first = sweeper.sweep(1, keep, in_flight, GRACE_SECONDS)
@@ -91,7 +93,7 @@ def test_older_ones_lose_their_shards_and_keep_their_index(any_store: ObjectStor
     assert standings(any_store) == {10: Standing.RETIRED, 20: Standing.COMMITTED, 30: Standing.COMMITTED}
     assert survey(any_store).newest() == survey(any_store).entries[0]
     assert len(left(any_store, middle)) == len(left(any_store, new)) == 5
-    assert sweep(any_store, time, keep=TWO) == Swept()
+    assert sweep(any_store, time, keep=TWO) == SweepResult()
 
 
 def test_the_marker_says_who_and_why(tmp_path: Path, time: Time) -> None:
@@ -108,7 +110,7 @@ def test_nothing_is_deleted_where_all_are_kept(tmp_path: Path, time: Time) -> No
     store = MemoryStore()
     opened(store)
     saved(store, tmp_path, 10, 20)
-    assert sweep(store, time, keep=ALL) == Swept()
+    assert sweep(store, time, keep=ALL) == SweepResult()
 
 
 def test_the_base_of_the_generation_that_runs_stays(tmp_path: Path, time: Time) -> None:
@@ -290,9 +292,9 @@ def test_an_undecided_folder_is_abandoned_and_emptied_after_the_grace_period(tmp
     opened(store)
     torn = upload_all(store, tmp_path, SMALL, checkpoint=checkpoint_id(1, 10), world_size=2, without=(1,))
     sweeper = Sweeper(store, time)
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += GRACE_SECONDS - 1
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += 1
     done = sweeper.sweep(1, ALL, (), GRACE_SECONDS)
     assert done.abandoned == (torn,)
@@ -311,9 +313,9 @@ def test_a_folder_in_which_something_arrives_is_new_again(tmp_path: Path, time: 
     sweeper.sweep(1, ALL, (), GRACE_SECONDS)
     time.now += GRACE_SECONDS - 1
     upload_all(store, tmp_path, SMALL, checkpoint=checkpoint_id(1, 10), world_size=3, without=(0, 2))
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += GRACE_SECONDS - 1
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += 1
     assert sweeper.sweep(1, ALL, (), GRACE_SECONDS).abandoned == (checkpoint_id(1, 10),)
 
@@ -348,7 +350,7 @@ def test_what_is_in_flight_is_left_alone(tmp_path: Path, time: Time) -> None:
     opened(store)
     running = upload_all(store, tmp_path, SMALL, checkpoint=checkpoint_id(1, 10), world_size=2, without=(1,))
     (tmp_path / "store" / fmt.folder_key(running) / ".tmp-1").write_bytes(b"half")
-    assert sweep_late(store, time, in_flight=(running,)) == Swept()
+    assert sweep_late(store, time, in_flight=(running,)) == SweepResult()
 
 
 def test_a_committer_that_comes_late_meets_the_abandoned_index(tmp_path: Path, time: Time) -> None:

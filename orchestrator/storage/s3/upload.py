@@ -17,7 +17,7 @@ from orchestrator.errors import AlreadyExistsError, StoreError, StoreUnavailable
 from orchestrator.storage.bucket_errors import UploadGoneError, nothing_done
 from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.errors import SlowDownError, UnsupportedError
-from orchestrator.storage.s3.limit import AdaptiveLimit, Outcome
+from orchestrator.storage.s3.limit import AdaptiveLimit, RequestOutcome
 from orchestrator.storage.s3.parts import PARTS_MAX, Part, PartPlan
 
 _Answer = Future[dict[str, Any]]
@@ -197,12 +197,12 @@ class _Gate:
                 self._changed.wait()
             if ticket is None:
                 raise StoreError(key, "was not sent: the upload is over")
-        outcome = Outcome.FAILED
+        outcome = RequestOutcome.FAILED
         try:
             yield time.monotonic() - began
-            outcome = Outcome.ARRIVED
+            outcome = RequestOutcome.ARRIVED
         except SlowDownError:
-            outcome = Outcome.SLOWED
+            outcome = RequestOutcome.SLOWED
             raise
         finally:
             with self._changed:
