@@ -175,14 +175,18 @@ def verdicts(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) 
 def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[CheckpointId]) -> int:
     """Delete receipts and shards of checkpoints that are retired or abandoned; how many bytes that were.
 
-    Raises FencedError if a higher generation is there by now, StoreError.
+    The generation's base stays: its mark may be void, and whoever looked before it was chosen does not know that.
+    Raises FencedError if a higher generation is there by now, StoreError, FormatError.
     """
     if not checkpoints:
         return 0
     check_highest(claimed(store), generation)
+    base = read_base(store, generation)
     freed_bytes = 0
     with ThreadPoolExecutor(DELETES_AT_ONCE, thread_name_prefix="delete") as pool:
         for checkpoint in checkpoints:
+            if base is not None and checkpoint == base.id:
+                continue
             entries = [entry for entry in store.entries(fmt.folder_key(checkpoint) + "/") if _goes(entry.key)]
             for deletion in [pool.submit(store.delete, entry.key) for entry in entries]:
                 deletion.result()

@@ -492,3 +492,21 @@ def test_a_zombie_marks_nothing_by_the_count_of_newer_generations(tmp_path: Path
         with pytest.raises(FencedError, match="generation 2 is there"):
             retire(store, catalog, 1, ONE)
     assert list(store.entries("")) == before
+
+
+def test_a_base_is_not_deleted_by_whoever_looked_before_it_was_chosen(tmp_path: Path) -> None:
+    """Generation 2 has claimed and looked, a zombie marks what it chooses then, a person's prune sees the mark."""
+    store = MemoryStore()
+    opened(store)
+    old, _ = saved(store, tmp_path, 10, 20)
+    before = survey(store)
+    claim = fmt.GenerationRecord(version=1, job="job", generation=2, owner="owner", claimant="c", wall_seconds=1.0)
+    store.create(fmt.generation_key(2), [fmt.dump(claim)])
+    retire(store, before, 1, ONE)
+    catalog = survey(store)
+    assert catalog.entries[1].standing is Standing.RETIRED
+    base = fmt.BaseRecord(version=1, generation=2, checkpoint_generation=1, checkpoint_step=10)
+    store.create(fmt.base_key(2), [fmt.dump(base)])
+    assert retire(store, catalog, 2, ONE) == ()
+    assert delete_shards(store, 2, [old]) == 0
+    assert standings(store)[10] is Standing.COMMITTED
