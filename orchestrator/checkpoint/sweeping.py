@@ -41,7 +41,6 @@ from orchestrator.storage.base import ObjectStore, SweepableStore, Unfinished
 from orchestrator.telemetry import reached
 
 DELETES_AT_ONCE = 8
-_KEPT_FILES = ("index.json", fmt.RETIRED, fmt.QUARANTINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +195,9 @@ def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[Che
 
 
 def _goes(key: str) -> bool:
-    return key.rpartition("/")[2] not in _KEPT_FILES
+    """Only what a save has written: somebody may have put files of their own beside it."""
+    parsed = fmt.parse_checkpoint_key(key)
+    return parsed is not None and (fmt.parse_shard_key(key) or fmt.parse_receipt_name(parsed[1])) is not None
 
 
 def check_highest(generations: Collection[int], generation: int) -> None:

@@ -94,6 +94,17 @@ def test_older_ones_lose_their_shards_and_keep_their_index(any_store: ObjectStor
     assert sweep(any_store, time, keep=TWO) == Swept()
 
 
+def test_what_no_save_has_written_is_left_alone(any_store: ObjectStore, tmp_path: Path, time: Time) -> None:
+    opened(any_store)
+    old, _ = saved(any_store, tmp_path, 10, 20)
+    for name in ("notes.txt", "export/model.safetensors", "export/shard-00000-of-00001.json"):
+        any_store.create(f"{fmt.folder_key(old)}/{name}", [b"somebody's"])
+    sweep(any_store, time)
+    others = ["export/model.safetensors", "export/shard-00000-of-00001.json", "index.json", "notes.txt", "retired.json"]
+    assert left(any_store, old) == others
+    assert sweep(any_store, time) == Swept()
+
+
 def test_the_marker_says_who_and_why(tmp_path: Path, time: Time) -> None:
     store = MemoryStore()
     opened(store)
