@@ -110,16 +110,18 @@ class _Base:
 
 
 def _last_base(store: ObjectStore, listed: Iterable[Entry]) -> _Base | None:
-    """None if there is no base record yet, or it is of a fresh start."""
-    key = max((entry.key for entry in listed if entry.key.endswith(".base.json")), key=_by_number, default=None)
-    if key is None:
+    """None if there is no base record yet, it is of a fresh start, or cannot be read."""
+    number = max((number for entry in listed if (number := fmt.parse_base_key(entry.key)) is not None), default=None)
+    if number is None:
         return None
-    record = fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
-    return None if record.id is None else _Base(id=record.id, generation=record.generation)
-
-
-def _by_number(key: str) -> tuple[int, str]:
-    return len(key), key  # eight digits at least, then more
+    key = fmt.base_key(number)
+    try:
+        record = fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+    except VersionError:
+        raise
+    except FormatError:  # it is asked only whether a mark is void: no reason to give up every checkpoint
+        return None
+    return None if record.id is None else _Base(id=record.id, generation=number)
 
 
 def _is_void(store: ObjectStore, base: _Base) -> bool:
