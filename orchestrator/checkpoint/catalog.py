@@ -89,7 +89,18 @@ Known = dict[CheckpointId, Decided]
 
 
 def survey(store: ObjectStore, known: Known | None = None) -> Catalog:
-    """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing."""
+    """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing.
+
+    Where something is missing it is all looked at again: it may just have been deleted, while the listing was read. The
+    mark came first, so it is seen now.
+    """
+    catalog = _survey(store, known)
+    if any(entry.standing is Standing.DAMAGED for entry in catalog.entries):
+        catalog = _survey(store, known)
+    return catalog
+
+
+def _survey(store: ObjectStore, known: Known | None) -> Catalog:
     listed = list(store.entries("generations/"))
     generations = _read_claims(store, listed)
     known = {} if known is None else known

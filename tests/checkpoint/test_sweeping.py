@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from orchestrator.checkpoint.save import abandon, commit, read_index
 from orchestrator.checkpoint.sweeping import Sweeper, Swept, delete_shards, retire
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FencedError, StoreError, SweepRefusedError, VersionError
-from orchestrator.storage.base import ObjectStore, Piece
+from orchestrator.storage.base import Entry, ObjectStore, Piece
 from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.shards import checkpoint_id, save, upload_all
@@ -92,6 +92,28 @@ def test_older_ones_lose_their_shards_and_keep_their_index(any_store: ObjectStor
     assert survey(any_store).newest() == survey(any_store).entries[0]
     assert len(left(any_store, middle)) == len(left(any_store, new)) == 5
     assert sweep(any_store, time, keep=TWO) == Swept()
+
+
+def test_what_is_deleted_while_somebody_looks_is_not_taken_for_damaged(tmp_path: Path, time: Time) -> None:
+    """A listing comes in pages: the mark's place was read before it was there, the shards' places after it."""
+
+    class Slow(MemoryStore):
+        deleting = False
+
+        def entries(self, prefix: str) -> Iterator[Entry]:
+            found = list(super().entries(prefix))
+            if self.deleting and prefix == "checkpoints/":
+                self.deleting = False
+                sweep(self, time)
+                still_there = {entry.key for entry in super().entries(prefix)}
+                found = [entry for entry in found if entry.key in still_there]
+            return iter(found)
+
+    store = Slow()
+    opened(store)
+    saved(store, tmp_path, 10, 20)
+    store.deleting = True
+    assert standings(store) == {10: Standing.RETIRED, 20: Standing.COMMITTED}
 
 
 def test_what_no_save_has_written_is_left_alone(any_store: ObjectStore, tmp_path: Path, time: Time) -> None:
