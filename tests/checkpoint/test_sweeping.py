@@ -17,7 +17,7 @@ from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.save import abandon, commit, read_index
 from orchestrator.checkpoint.sweeping import Sweeper, Swept, delete_shards, retire
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import FencedError, StoreError, SweepRefusedError, VersionError
+from orchestrator.errors import FencedError, FormatError, StoreError, SweepRefusedError, VersionError
 from orchestrator.storage.base import Entry, ObjectStore, Piece
 from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.memory import MemoryStore
@@ -498,18 +498,53 @@ def test_a_base_that_a_zombie_marked_can_be_chosen_again(tmp_path: Path, time: T
     assert left(store, base) == ["index.json", "retired.json"]
 
 
+def roll_back(store: ObjectStore, generation: int, step: int) -> None:
+    """A person's record."""
+    record = fmt.GenerationRecord(
+        version=1,
+        job="job",
+        generation=generation,
+        owner="owner",
+        claimant="a person",
+        wall_seconds=1.0,
+        rollback_to=step,
+    )
+    store.create(fmt.generation_key(generation), [fmt.dump(record)])
+
+
 def test_after_a_rollback_a_zombies_mark_makes_no_fresh_start(tmp_path: Path) -> None:
     store = MemoryStore()
     opened(store)
     old, _ = saved(store, tmp_path, 10, 20)
     catalog = survey(store)
-    rollback = fmt.GenerationRecord(
-        version=1, job="job", generation=2, owner="owner", claimant="a person", wall_seconds=1.0, rollback_to=10
-    )
-    store.create(fmt.generation_key(2), [fmt.dump(rollback)])
+    roll_back(store, 2, 10)
     assert open_generation(store, WHO, None, (), 1.0).base == old
     retire(store, catalog, 1, ONE)
     assert open_generation(store, WHO, 3, (), 1.0).base == old
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_rollback_to_what_was_retired_meanwhile_is_no_fresh_start(tmp_path: Path, deleted: bool) -> None:
+    """The job would begin at step 0 without a word, and what was rolled back would be deleted in time."""
+    store = MemoryStore()
+    opened(store)
+    old, _ = saved(store, tmp_path, 10, 20)
+    marked = retire(store, survey(store), 1, ONE)
+    if deleted:
+        delete_shards(store, 1, marked)
+    roll_back(store, 2, 10)
+    how = "was retired$" if deleted else "was retired, and is not deleted yet$"
+    with pytest.raises(FormatError, match=f"starting afresh would lose them: {old}: {how}"):
+        open_generation(store, WHO, None, (), 1.0)
+
+
+def test_a_rollback_to_before_all_checkpoints_is_a_fresh_start(tmp_path: Path, time: Time) -> None:
+    store = MemoryStore()
+    opened(store)
+    saved(store, tmp_path, 10, 20)
+    sweep(store, time)
+    roll_back(store, 2, 0)
+    assert open_generation(store, WHO, None, (), 1.0).base is None
 
 
 def test_a_zombie_marks_nothing_by_the_count_of_newer_generations(tmp_path: Path) -> None:
