@@ -91,8 +91,16 @@ KnownIndexes = dict[CheckpointId, Decided]
 def survey(store: ObjectStore, known: KnownIndexes | None = None) -> Catalog:
     """Every checkpoint folder and where it stands: by its index, its markers, and the sizes in the listing.
 
-    Raises FormatError for a claim or base record that is none, StoreError.
+    Where something is missing it is all looked at again: it may just have been deleted, while the listing was read. The
+    mark came first, so it is seen now. Raises FormatError for a claim that is none, StoreError.
     """
+    catalog = _survey(store, known)
+    if any(entry.standing is Standing.DAMAGED for entry in catalog.entries):
+        catalog = _survey(store, known)
+    return catalog
+
+
+def _survey(store: ObjectStore, known: KnownIndexes | None) -> Catalog:
     listed = list(store.entries("generations/"))
     generations = _read_claims(store, listed)
     known = {} if known is None else known
@@ -113,14 +121,18 @@ class _Base:
 
 
 def _last_base(store: ObjectStore, listed: Iterable[Entry]) -> _Base | None:
-    """None if there is no base record yet, or it is of a fresh start."""
-    numbers = (fmt.parse_base_key(entry.key) for entry in listed)
-    newest = max((number for number in numbers if number is not None), default=None)
-    if newest is None:
+    """None if there is no base record yet, it is of a fresh start, or cannot be read."""
+    number = max((number for entry in listed if (number := fmt.parse_base_key(entry.key)) is not None), default=None)
+    if number is None:
         return None
-    key = fmt.base_key(newest)
-    record = fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
-    return None if record.id is None else _Base(id=record.id, generation=record.generation)
+    key = fmt.base_key(number)
+    try:
+        record = fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+    except VersionError:
+        raise
+    except FormatError:  # it is asked only whether a mark is void: no reason to give up every checkpoint
+        return None
+    return None if record.id is None else _Base(id=record.id, generation=number)
 
 
 def _is_void(store: ObjectStore, base: _Base) -> bool:

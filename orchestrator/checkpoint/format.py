@@ -41,7 +41,7 @@ Count = Annotated[int, Field(ge=0, le=POSITION_MAX)]
 WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
 _CHECKPOINT = re.compile(r"checkpoints/g(\d{8,})-s(\d{10,})/(.+)\Z")
 _GENERATION = re.compile(r"generations/(\d{8,})\.json\Z")
-_BASE = re.compile(r"generations/(\d{8,})\.base\.json\Z")
+_BASE = re.compile(r"generations/(\d{8}|[1-9]\d{8,})\.base\.json\Z")
 _RECEIPT = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.json\Z")
 _SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors\Z")
 _ODD_KEYS = re.compile(rb'"[ \t\r\n]+:|\\\\":')
@@ -330,12 +330,6 @@ def receipt_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:
     return f"{folder_key(checkpoint)}/shard-{rank:05d}-of-{world_size:05d}.json"
 
 
-def parse_base_key(key: str) -> int | None:
-    """The generation of a base record, None for any other key."""
-    match = _BASE.match(key)
-    return None if match is None else int(match[1])
-
-
 def parse_checkpoint_key(key: str) -> tuple[CheckpointId, str] | None:
     """(checkpoint, file name) of a key under checkpoints/, None for any other key."""
     match = _CHECKPOINT.match(key)
@@ -360,6 +354,12 @@ def parse_shard_key(key: str) -> tuple[CheckpointId, int] | None:
 def parse_generation_key(key: str) -> int | None:
     """The number of a claim's key, None for any other key."""
     match = _GENERATION.match(key)
+    return None if match is None else int(match[1])
+
+
+def parse_base_key(key: str) -> int | None:
+    """The generation of a base record's key, None for any other key."""
+    match = _BASE.match(key)
     return None if match is None else int(match[1])
 
 

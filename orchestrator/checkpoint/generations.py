@@ -82,6 +82,8 @@ def open_generation(
             raise VersionError(fmt.folder_key(entry.id), f"{entry.problem}; an older checkpoint would lose work")
     chosen = catalog.newest(avoid)
     skipped = _skipped(catalog, chosen.id if chosen else None, avoid)
+    if chosen is None:
+        skipped += _deleted(catalog)
     if chosen is None and skipped:
         raise FormatError(
             "checkpoints/",
@@ -112,6 +114,16 @@ def _skipped(catalog: Catalog, chosen: CheckpointId | None, avoid: Collection[Ch
         if entry.id in avoid
     ]
     return tuple(damaged + quarantined + avoided)
+
+
+def _deleted(catalog: Catalog) -> tuple[str, ...]:
+    """Of what a rollback left: what was retired. With these gone, the job would begin at step 0 without a word."""
+    return tuple(
+        f"{entry.id}: was retired" + (", and is not deleted yet" if entry.size_bytes else "")
+        for entry in catalog.entries
+        if entry.standing is Standing.RETIRED
+        and 0 < entry.id.step <= rollback_bound(catalog.generations, entry.id.generation)
+    )
 
 
 def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) -> int:

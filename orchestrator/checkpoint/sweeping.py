@@ -50,7 +50,6 @@ from orchestrator.storage.base import ObjectStore, SweepableStore, Unfinished
 from orchestrator.telemetry import reached
 
 DELETES_AT_ONCE = 8
-_KEPT_FILES = (fmt.INDEX, fmt.RETIRED, fmt.QUARANTINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,14 +196,18 @@ def fates(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> 
 def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[CheckpointId]) -> int:
     """Delete receipts and shards of checkpoints that are retired or abandoned; how many bytes that were.
 
-    Raises FencedError if a higher generation is there by now, StoreError.
+    The generation's base stays: its mark may be void, and whoever looked before it was chosen does not know that.
+    Raises FencedError if a higher generation is there by now, StoreError, FormatError.
     """
     if not checkpoints:
         return 0
     check_highest([*claimed(store), *_next_claim(store, generation)], generation)
+    base = read_base(store, generation)
     freed_bytes = 0
     with ThreadPoolExecutor(DELETES_AT_ONCE, thread_name_prefix="delete") as pool:
         for checkpoint in checkpoints:
+            if base is not None and checkpoint == base.id:
+                continue
             entries = [entry for entry in store.entries(fmt.folder_key(checkpoint) + "/") if _goes(entry.key)]
             for deletion in [pool.submit(store.delete, entry.key) for entry in entries]:
                 deletion.result()
@@ -214,7 +217,9 @@ def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[Che
 
 
 def _goes(key: str) -> bool:
-    return key.rpartition("/")[2] not in _KEPT_FILES
+    """Only what a save has written: somebody may have put files of their own beside it."""
+    parsed = fmt.parse_checkpoint_key(key)
+    return parsed is not None and (fmt.parse_shard_key(key) or fmt.parse_receipt_name(parsed[1])) is not None
 
 
 def check_highest(generations: Collection[int], generation: int) -> None:

@@ -12,6 +12,7 @@ from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import Standing, rollback_bound, survey
 from orchestrator.checkpoint.save import abandon
 from orchestrator.core.messages import CheckpointId
+from orchestrator.errors import VersionError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.shards import checkpoint_id, save, upload_all
@@ -203,3 +204,35 @@ def test_a_rollback_to_step_zero_keeps_step_zero(store: ObjectStore, tmp_path: P
     committed(store, tmp_path, 1, 1)
     store.create(fmt.generation_key(2), [fmt.dump(rollback(2, 0))])
     assert newest(store) == start
+
+
+# ------------------------------------------------------------------------------------------------- base records
+
+
+@pytest.mark.parametrize("name", ["00000001.base.json", "00000009.base.json", "00000001 (copy).base.json"])
+def test_a_base_record_that_cannot_be_read_hides_no_checkpoint(store: ObjectStore, tmp_path: Path, name: str) -> None:
+    """Nobody goes on from it: the next generation chooses anew."""
+    one = committed(store, tmp_path, 1, 10)
+    store.create(f"generations/{name}", [b"garbage"])
+    assert newest(store) == one
+
+
+def test_a_base_record_of_a_newer_format_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    committed(store, tmp_path, 1, 10)
+    store.create(fmt.base_key(1), [b'{"version":99}'])
+    with pytest.raises(VersionError):
+        survey(store)
+
+
+def test_a_copy_of_a_base_record_is_none(store: ObjectStore, tmp_path: Path) -> None:
+    """Tools that copy or synchronise folders leave such names: what the newest record says is what counts."""
+    old, new = committed(store, tmp_path, 1, 10), committed(store, tmp_path, 1, 20)
+    for generation, base in ((2, old), (3, new)):
+        record = fmt.BaseRecord(
+            version=1, generation=generation, checkpoint_generation=base.generation, checkpoint_step=base.step
+        )
+        store.create(fmt.base_key(generation), [fmt.dump(record)])
+    store.create("generations/00000002 (copy).base.json", [store.read(fmt.base_key(2))])
+    marker = fmt.Marker(version=1, generation=1, step=20, by_generation=1, reason="a zombie's")
+    store.create(fmt.retired_key(new), [fmt.dump(marker)])
+    assert newest(store) == new

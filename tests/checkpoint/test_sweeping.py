@@ -17,7 +17,7 @@ from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.save import abandon, commit, read_index
 from orchestrator.checkpoint.sweeping import Sweeper, SweepResult, delete_shards, retire
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import FencedError, StoreDeniedError, StoreError, SweepRefusedError, VersionError
+from orchestrator.errors import FencedError, FormatError, StoreDeniedError, StoreError, SweepRefusedError, VersionError
 from orchestrator.storage.base import Entry, ObjectStore, Piece
 from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.memory import MemoryStore
@@ -94,6 +94,39 @@ def test_older_ones_lose_their_shards_and_keep_their_index(any_store: ObjectStor
     assert survey(any_store).newest() == survey(any_store).entries[0]
     assert len(left(any_store, middle)) == len(left(any_store, new)) == 5
     assert sweep(any_store, time, keep=TWO) == SweepResult()
+
+
+def test_what_is_deleted_while_somebody_looks_is_not_taken_for_damaged(tmp_path: Path, time: Time) -> None:
+    """A listing comes in pages: the mark's place was read before it was there, the shards' places after it."""
+
+    class Slow(MemoryStore):
+        deleting = False
+
+        def entries(self, prefix: str) -> Iterator[Entry]:
+            found = list(super().entries(prefix))
+            if self.deleting and prefix == "checkpoints/":
+                self.deleting = False
+                sweep(self, time)
+                still_there = {entry.key for entry in super().entries(prefix)}
+                found = [entry for entry in found if entry.key in still_there]
+            return iter(found)
+
+    store = Slow()
+    opened(store)
+    saved(store, tmp_path, 10, 20)
+    store.deleting = True
+    assert standings(store) == {10: Standing.RETIRED, 20: Standing.COMMITTED}
+
+
+def test_what_no_save_has_written_is_left_alone(any_store: ObjectStore, tmp_path: Path, time: Time) -> None:
+    opened(any_store)
+    old, _ = saved(any_store, tmp_path, 10, 20)
+    for name in ("notes.txt", "export/model.safetensors", "export/shard-00000-of-00001.json"):
+        any_store.create(f"{fmt.folder_key(old)}/{name}", [b"somebody's"])
+    sweep(any_store, time)
+    others = ["export/model.safetensors", "export/shard-00000-of-00001.json", "index.json", "notes.txt", "retired.json"]
+    assert left(any_store, old) == others
+    assert sweep(any_store, time) == SweepResult()
 
 
 def test_the_marker_says_who_and_why(tmp_path: Path, time: Time) -> None:
@@ -499,18 +532,53 @@ def test_a_base_that_a_zombie_marked_can_be_chosen_again(tmp_path: Path, time: T
     assert left(store, base) == ["index.json", "retired.json"]
 
 
+def roll_back(store: ObjectStore, generation: int, step: int) -> None:
+    """A person's record."""
+    record = fmt.GenerationRecord(
+        version=1,
+        job="job",
+        generation=generation,
+        owner="owner",
+        claimant="a person",
+        wall_seconds=1.0,
+        rollback_to=step,
+    )
+    store.create(fmt.generation_key(generation), [fmt.dump(record)])
+
+
 def test_after_a_rollback_a_zombies_mark_makes_no_fresh_start(tmp_path: Path) -> None:
     store = MemoryStore()
     opened(store)
     old, _ = saved(store, tmp_path, 10, 20)
     catalog = survey(store)
-    rollback = fmt.GenerationRecord(
-        version=1, job="job", generation=2, owner="owner", claimant="a person", wall_seconds=1.0, rollback_to=10
-    )
-    store.create(fmt.generation_key(2), [fmt.dump(rollback)])
+    roll_back(store, 2, 10)
     assert open_generation(store, WHO, None, (), 1.0).base == old
     retire(store, catalog, 1, ONE)
     assert open_generation(store, WHO, 3, (), 1.0).base == old
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_rollback_to_what_was_retired_meanwhile_is_no_fresh_start(tmp_path: Path, deleted: bool) -> None:
+    """The job would begin at step 0 without a word, and what was rolled back would be deleted in time."""
+    store = MemoryStore()
+    opened(store)
+    old, _ = saved(store, tmp_path, 10, 20)
+    marked = retire(store, survey(store), 1, ONE)
+    if deleted:
+        delete_shards(store, 1, marked)
+    roll_back(store, 2, 10)
+    how = "was retired$" if deleted else "was retired, and is not deleted yet$"
+    with pytest.raises(FormatError, match=f"starting afresh would lose them: {old}: {how}"):
+        open_generation(store, WHO, None, (), 1.0)
+
+
+def test_a_rollback_to_before_all_checkpoints_is_a_fresh_start(tmp_path: Path, time: Time) -> None:
+    store = MemoryStore()
+    opened(store)
+    saved(store, tmp_path, 10, 20)
+    sweep(store, time)
+    roll_back(store, 2, 0)
+    assert open_generation(store, WHO, None, (), 1.0).base is None
 
 
 def test_a_zombie_marks_nothing_by_the_count_of_newer_generations(tmp_path: Path) -> None:
@@ -526,3 +594,21 @@ def test_a_zombie_marks_nothing_by_the_count_of_newer_generations(tmp_path: Path
         with pytest.raises(FencedError, match="generation 2 is there"):
             retire(store, catalog, 1, ONE)
     assert list(store.entries("")) == before
+
+
+def test_a_base_is_not_deleted_by_whoever_looked_before_it_was_chosen(tmp_path: Path) -> None:
+    """Generation 2 has claimed and looked, a zombie marks what it chooses then, a person's prune sees the mark."""
+    store = MemoryStore()
+    opened(store)
+    old, _ = saved(store, tmp_path, 10, 20)
+    before = survey(store)
+    claim = fmt.GenerationRecord(version=1, job="job", generation=2, owner="owner", claimant="c", wall_seconds=1.0)
+    store.create(fmt.generation_key(2), [fmt.dump(claim)])
+    retire(store, before, 1, ONE)
+    catalog = survey(store)
+    assert catalog.entries[1].standing is Standing.RETIRED
+    base = fmt.BaseRecord(version=1, generation=2, checkpoint_generation=1, checkpoint_step=10)
+    store.create(fmt.base_key(2), [fmt.dump(base)])
+    assert retire(store, catalog, 2, ONE) == ()
+    assert delete_shards(store, 2, [old]) == 0
+    assert standings(store)[10] is Standing.COMMITTED
