@@ -7,10 +7,8 @@ aws-node-termination-handler. Nothing is acknowledged: an Auto Scaling lifecycle
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
-from http import HTTPStatus
 
 from orchestrator.core.messages import NoticeKind
 from orchestrator.errors import SourceError
@@ -28,82 +26,30 @@ from orchestrator.preemption.base import (
     time_left,
     word_of,
 )
-from orchestrator.preemption.metadata import Answer, Metadata
+from orchestrator.preemption.metadata import Metadata, TokenKeys
 
 ADDRESS = "http://169.254.169.254"
 EVERY_SECONDS = 2.0
 LEAD_SECONDS = 120.0
 """What a spot interruption is announced ahead; never more."""
 SCHEDULED_SECONDS_MAX = 400 * 86400.0
-TOKEN_SECONDS = 3600
-TOKEN_RENEW_SECONDS = 15.0
-"""Before its end."""
+TOKEN_HEADER = "X-aws-ec2-metadata-token"
+KEYS = "/latest/meta-data/"
 
-_TOKEN_PATH = "/latest/api/token"
-_KEYS = "/latest/meta-data/"
 _SPOT_ACTIONS = ("terminate", "stop", "hibernate")
 _LEAVING_CODES = ("instance-stop", "system-reboot", "instance-reboot", "instance-retirement")
 _LIFECYCLE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)*")
-
-
-class InstanceMetadata:
-    """Keys of the instance's metadata, with a token that is renewed in time, and once more where it is refused."""
-
-    def __init__(self, metadata: Metadata, monotonic: Callable[[], float]) -> None:
-        self._metadata = metadata
-        self._monotonic = monotonic
-        self._token = ""
-        self._renew_at_seconds = 0.0
-        self._renewing = asyncio.Lock()
-
-    async def read(self, key: str) -> bytes | None:
-        """A key's value; None where there is no such key. Raises SourceError."""
-        path = _KEYS + key
-        token = await self._valid_token()
-        answer = await self._get(path, token)
-        if answer.status == HTTPStatus.UNAUTHORIZED:
-            if token == self._token:
-                self._token = ""
-            answer = await self._get(path, await self._valid_token())
-        if answer.status == HTTPStatus.NOT_FOUND:
-            return None
-        if answer.status != HTTPStatus.OK:
-            raise self._metadata.refused(path, answer)
-        return answer.body
-
-    async def _get(self, path: str, token: str) -> Answer:
-        return await self._metadata.get(path, {"X-aws-ec2-metadata-token": token})
-
-    async def _valid_token(self) -> str:
-        async with self._renewing:
-            if not self._token or self._monotonic() >= self._renew_at_seconds:
-                await self._renew()
-            return self._token
-
-    async def _renew(self) -> None:
-        asked = self._monotonic()
-        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
-        answer = await self._metadata.request("PUT", _TOKEN_PATH, headers=headers)
-        if answer.status != HTTPStatus.OK:
-            raise self._metadata.refused(_TOKEN_PATH, answer)
-        token = text_of(answer.body)
-        if not token or not token.isprintable():
-            raise SourceError(f"{_TOKEN_PATH}: the token is empty, or is none")
-        told = answer.headers.get("x-aws-ec2-metadata-token-ttl-seconds", "")
-        seconds = min(int(told), TOKEN_SECONDS) if re.fullmatch(r"[0-9]{1,6}", told) else TOKEN_SECONDS
-        self._token = token
-        self._renew_at_seconds = asked + seconds - TOKEN_RENEW_SECONDS
 
 
 def sources(
     metadata: Metadata, wall: Callable[[], float], monotonic: Callable[[], float], every_seconds: float = EVERY_SECONDS
 ) -> list[Source]:
     """What is looked at."""
-    instance = InstanceMetadata(metadata, monotonic)
+    instance = TokenKeys(metadata, monotonic, TOKEN_HEADER)
 
     def source(key: str, parse: Callable[[bytes, float], Reading], *, withdraws: bool) -> Source:
         async def look() -> Reading:
-            body = await instance.read(key)
+            body = await instance.read(KEYS + key)
             return NOTHING if body is None else parse(body, wall())
 
         return Source(cloud="aws", key=key, look=look, every_seconds=every_seconds, withdraws=withdraws)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -21,6 +23,10 @@ from orchestrator.errors import SourceError
 
 REQUEST_SECONDS = 2.0
 ANSWER_BYTES_MAX = 64 << 10
+TOKEN_PATH = "/latest/api/token"
+TOKEN_SECONDS = 3600
+TOKEN_RENEW_SECONDS = 15.0
+"""Before its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +85,58 @@ class Metadata:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(resolver=_DetachedResolver(), limit=16)
-            self._session = aiohttp.ClientSession(connector=connector, headers={"Accept-Encoding": "identity"})
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._request_seconds)
+            headers = {"Accept-Encoding": "identity"}
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         return self._session
 
     def refused(self, path: str, answer: Answer) -> SourceError:
         """An answer's status as an error."""
         return SourceError(f"{self._base_url}{path}: status {answer.status}")
+
+
+class TokenKeys:
+    """Keys that are read with a token (IMDSv2). It is renewed in time, and once more where it is refused."""
+
+    def __init__(self, metadata: Metadata, monotonic: Callable[[], float], header: str) -> None:
+        self._metadata = metadata
+        self._monotonic = monotonic
+        self._header = header
+        self._token = ""
+        self._renew_at_seconds = 0.0
+        self._renewing = asyncio.Lock()
+
+    async def read(self, path: str) -> bytes | None:
+        """A key's value; None where there is no such key. Raises SourceError."""
+        token = await self._valid_token()
+        answer = await self._metadata.get(path, {self._header: token})
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            if token == self._token:
+                self._token = ""
+            answer = await self._metadata.get(path, {self._header: await self._valid_token()})
+        if answer.status == HTTPStatus.NOT_FOUND:
+            return None
+        if answer.status != HTTPStatus.OK:
+            raise self._metadata.refused(path, answer)
+        return answer.body
+
+    async def _valid_token(self) -> str:
+        async with self._renewing:
+            if not self._token or self._monotonic() >= self._renew_at_seconds:
+                await self._renew()
+            return self._token
+
+    async def _renew(self) -> None:
+        asked, header = self._monotonic(), f"{self._header}-ttl-seconds"
+        answer = await self._metadata.request("PUT", TOKEN_PATH, headers={header: str(TOKEN_SECONDS)})
+        if answer.status != HTTPStatus.OK:
+            raise self._metadata.refused(TOKEN_PATH, answer)
+        if not re.fullmatch(rb"[!-~]{1,1024}", answer.body):
+            raise SourceError(f"{TOKEN_PATH}: the token is empty, or is none")
+        told = answer.headers.get(header.lower(), "")
+        seconds = min(int(told), TOKEN_SECONDS) if re.fullmatch(r"[0-9]{1,6}", told) else TOKEN_SECONDS
+        self._token = answer.body.decode("ascii")
+        self._renew_at_seconds = asked + seconds - TOKEN_RENEW_SECONDS
 
 
 async def _limited(response: aiohttp.ClientResponse) -> bytes:

@@ -172,6 +172,11 @@ class Watcher:
         self._told: dict[str, Mapping[str, Told]] = {}
         self._sources: dict[str, Source] = {}
 
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Sources that could not be read at their last look."""
+        return tuple(f"{name} {key}" for name, cloud in self._clouds.items() for key in cloud.failing)
+
     async def watch(self, sources: Sequence[Source]) -> None:
         """Look at all of them until cancelled."""
         async with asyncio.TaskGroup() as group:
