@@ -10,6 +10,7 @@ https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -87,7 +88,7 @@ class ScheduledEvents:
         if answer.status != HTTPStatus.OK:
             raise self._metadata.refused(NAME_PATH, answer)
         name = text_of(answer.body)
-        if not name or any(character in name for character in " <>{}"):
+        if not is_name(name):
             raise SourceError(f"not this machine's name: {name!r:.80}")
         self._name = name
         return name
@@ -100,6 +101,11 @@ class ScheduledEvents:
         answer = await self._metadata.request("POST", EVENTS_PATH, headers=HEADERS, body=body)
         if answer.status != HTTPStatus.OK:
             raise self._metadata.refused(EVENTS_PATH, answer)
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be a machine's name: a login page is none."""
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,80}", text) is not None
 
 
 def parse_scheduled_events(body: bytes, own_name: str, now_wall_seconds: float) -> tuple[Reading, set[str]]:

@@ -412,6 +412,8 @@ class SimulatedAlibaba(SimulatedAWS):
 class SimulatedTencent(MetadataServer):
     """Metadata with Tencent's one key, which says China's time and does not say so."""
 
+    instance_id = "ins-rehearsal"
+
     def __init__(self) -> None:
         super().__init__()
         self.time: str | None = None
@@ -422,23 +424,34 @@ class SimulatedTencent(MetadataServer):
         self.time = _at(seconds + 8 * 3600).strftime("%Y-%m-%d %H:%M:%S")
 
     def routes(self) -> list[web.RouteDef]:
-        """The key."""
-        return [web.get("/latest/meta-data/spot/termination-time", self._key)]
+        """The key, and what says whose machine this is."""
+        return [
+            web.get("/latest/meta-data/spot/termination-time", self._key),
+            web.get("/latest/meta-data/instance-id", self._id),
+        ]
 
     async def _key(self, _: web.Request) -> web.Response:
         return web.Response(status=404) if self.time is None else web.Response(text=self.time)
 
+    async def _id(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.instance_id)
+
 
 class SimulatedVolcengine(SimulatedTencent):
     """Metadata of Volcengine or BytePlus; its time is UTC."""
+
+    instance_id = "i-rehearsal"
 
     def interrupt(self, seconds: float = 300.0) -> None:
         """Announce the release."""
         self.time = rfc3339(seconds)
 
     def routes(self) -> list[web.RouteDef]:
-        """The key."""
-        return [web.get("/latest/spot_instance_termination_time", self._key)]
+        """The key, and what says whose machine this is."""
+        return [
+            web.get("/latest/spot_instance_termination_time", self._key),
+            web.get("/latest/instance_id", self._id),
+        ]
 
 
 class SimulatedOCI(MetadataServer):
