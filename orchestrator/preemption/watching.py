@@ -1,14 +1,14 @@
 """Looks at sources for as long as the agent lives, and tells what has changed: notices, withdrawals, blindness.
 
-One task for each source. A source that cannot be read is looked at more and more rarely, up to BACKOFF_SECONDS_MAX, and
-recovers by itself; once it has been unreadable for BLIND_AFTER_SECONDS, that is an alarm. What is told of a reading is
-decided by `changes`, which is pure. Not here: which sources there are (`preemption.choosing`).
+One task for each source. A source that cannot be read is looked at more rarely, and recovers by itself; once it has
+been unreadable for BLIND_AFTER_SECONDS, that is an alarm. What is told of a reading is decided by `changes`, which is
+pure. Not here: which sources there are (`preemption.clouds`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -19,11 +19,10 @@ from orchestrator.preemption.base import Found, Reading, Source
 
 AHEAD_SECONDS = 900.0
 """Maintenance that is farther away is a hint until then: nobody leaves days before."""
-BACKOFF_SECONDS_MAX = 10.0
+BACKOFF_FACTOR_MAX = 4.0
+"""A source that cannot be read is looked at so much more rarely at most: a notice may come in that time."""
 BLIND_AFTER_SECONDS = 10.0
 ACKNOWLEDGE_SECONDS = 2.0
-
-Sleep = Callable[[float], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +157,6 @@ class Watcher:
         grace_seconds: float,
         tell: Callable[[NoticeReceived], None],
         report: Callable[[WatcherReported], None],
-        sleep: Sleep = asyncio.sleep,
         blind_after_seconds: float = BLIND_AFTER_SECONDS,
     ) -> None:
         self._node = node
@@ -166,7 +164,6 @@ class Watcher:
         self._grace_seconds = grace_seconds
         self._tell = tell
         self._report = report
-        self._sleep = sleep
         self._blind_after_seconds = blind_after_seconds
         self._clouds: dict[str, _Cloud] = {}
         self._told: dict[str, Mapping[str, Told]] = {}
@@ -213,8 +210,7 @@ class Watcher:
             else:
                 failures = 0
                 self._sees(source)
-            most = max(BACKOFF_SECONDS_MAX, source.every_seconds)
-            await self._sleep(min(source.every_seconds * 2.0 ** min(max(failures - 1, 0), 10), most))
+            await asyncio.sleep(source.every_seconds * min(max(failures, 1), BACKOFF_FACTOR_MAX))
 
     async def _look(self, source: Source) -> Reading:
         try:
