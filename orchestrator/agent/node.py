@@ -110,7 +110,7 @@ class Agent:
         self._supervisors_met = 0
         self._notices: dict[str, tuple[NoticeReceived, float]] = {}
         """Notices that stand, with the time at which each came."""
-        self._watch = NoticeWatch(settings, ports.clock, self.notice, self._on_watcher_report)
+        self._watch = NoticeWatch(settings, ports.clock, self.notice, self.watcher_reported)
         self._blind: dict[str, WatcherReported] = {}
         self._dismissed = False
         self._gang_actions: asyncio.Queue[GangAction] = asyncio.Queue()
@@ -214,7 +214,8 @@ class Agent:
         """Whether a notice stands that is more than a hint."""
         return any(event.kind is not NoticeKind.HINT for event, _ in self._notices.values())
 
-    def _on_watcher_report(self, report: WatcherReported) -> None:
+    def watcher_reported(self, report: WatcherReported) -> None:
+        """Whether a source of notices can be read."""
         if report.problem is None:
             self._blind.pop(report.source, None)
         else:
