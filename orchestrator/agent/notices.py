@@ -88,26 +88,32 @@ class NoticeWatch:
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        named = [name for name in self._chosen if name not in ("auto", "none", "webhook")]
+        if self.takes_pushed:
+            named.append("webhook")
         try:
-            self.watched = await self._names()
-            sources = [source for name in self.watched for source in self._clouds.sources_of(name)]
-            if self.takes_pushed:
-                sources.append(self._pushed.source)
-            await self._watcher.watch(sources)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(named))
+                if "auto" in self._chosen:
+                    group.create_task(self._watch_found())
         except Exception as error:  # of ours; the training goes on, and signals still work
             problem = f"watching has ended, which is a bug: {error!r}"
             self._report(WatcherReported(node=self._settings.node, source="everything", problem=problem))
         finally:
             await self._clouds.close()
 
-    async def _names(self) -> tuple[str, ...]:
-        names = [name for name in self._chosen if name not in ("auto", "none")]
-        if "auto" in self._chosen:
-            found = await self._clouds.find()
-            names += [found] if found is not None and found not in names else []
-        if self.takes_pushed and "webhook" not in names:
-            names.append("webhook")
-        return tuple(names)
+    async def _watch_found(self) -> None:
+        """What was named is watched meanwhile."""
+        found = await self._clouds.find()
+        if found is not None and found not in self._chosen:
+            await self._watch([found])
+
+    async def _watch(self, names: list[str]) -> None:
+        self.watched += tuple(names)
+        sources = [source for name in names for source in self._clouds.sources_of(name)]
+        if "webhook" in names:
+            sources.append(self._pushed.source)
+        await self._watcher.watch(sources)
 
     async def acknowledge(self) -> tuple[str, ...]:
         """The machine may go now: nothing here is needed any more. What went wrong with saying so."""

@@ -143,7 +143,7 @@ async def test_several_sources_at_once(tmp_path: Path) -> None:
             await heard.until(2)
             assert await heard.push({"kind": "hint"}) == 200
             await heard.until(3)
-    assert heard.watch.watched == (f"file:{path}", "aws", "webhook")
+    assert heard.watch.watched == (f"file:{path}", "webhook", "aws")
     assert heard.reports == []
 
 
