@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import (
     Catalog,
-    Known,
+    KnownIndexes,
     Standing,
     checkpoint_files,
     claimed,
@@ -33,19 +33,28 @@ from orchestrator.checkpoint.catalog import (
     survey,
 )
 from orchestrator.checkpoint.generations import read_base
-from orchestrator.checkpoint.retention import Keep, Verdict, choose, obstacle
+from orchestrator.checkpoint.retention import Fate, Keep, choose, obstacle
 from orchestrator.checkpoint.save import abandon, commit_draft, draft_index
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, SweepRefusedError, VersionError
+from orchestrator.errors import (
+    AlreadyExistsError,
+    FencedError,
+    FormatError,
+    NotFoundError,
+    StoreDeniedError,
+    SweepRefusedError,
+    VersionError,
+)
+from orchestrator.storage.arguments import probe_key
 from orchestrator.storage.base import ObjectStore, SweepableStore, Unfinished
 from orchestrator.telemetry import reached
 
 DELETES_AT_ONCE = 8
-_KEPT_FILES = ("index.json", fmt.RETIRED, fmt.QUARANTINE)
+_KEPT_FILES = (fmt.INDEX, fmt.RETIRED, fmt.QUARANTINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class SweepResult:
     """What one sweep has done."""
 
     retired: tuple[CheckpointId, ...] = ()
@@ -64,12 +73,14 @@ class Sweeper:
     def __init__(self, store: ObjectStore, monotonic: Callable[[], float]) -> None:
         self._store = store
         self._monotonic = monotonic
-        self._known: Known = {}
+        self._known: KnownIndexes = {}
         self._undecided = Ages[tuple[CheckpointId, frozenset[tuple[str, int]]]]()
         """With what is in their folders: one in which something arrives is new again."""
         self._unfinished = Ages[Unfinished]()
 
-    def sweep(self, generation: int, keep: Keep, in_flight: Collection[CheckpointId], grace_seconds: float) -> Swept:
+    def sweep(
+        self, generation: int, keep: Keep, in_flight: Collection[CheckpointId], grace_seconds: float
+    ) -> SweepResult:
         """One sweep by `generation`; `in_flight` are its decided steps that are not settled, which it leaves alone.
 
         Raises FencedError if a higher generation is there, SweepRefusedError with what is in the way, StoreError,
@@ -84,7 +95,7 @@ class Sweeper:
         over = (Standing.ABANDONED, Standing.RETIRED)
         garbage = {entry.id for entry in catalog.entries if entry.standing in over and entry.size_bytes}
         freed_bytes = delete_shards(self._store, generation, sorted({*retired, *garbage} - set(in_flight)))
-        return Swept(
+        return SweepResult(
             retired=retired,
             abandoned=abandoned,
             committed=committed,
@@ -140,27 +151,43 @@ class Ages(Generic[ThingT]):
 
 
 def retire(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[CheckpointId, ...]:
-    """Mark what is not kept; which ones. Nothing of them is deleted yet. Raises SweepRefusedError, StoreError."""
-    going = [verdict for verdict in verdicts(store, catalog, generation, keep) if not verdict.keep]
-    for verdict in reversed(going):  # the oldest first: whatever stops this, the newest are left
-        marker = fmt.Marker(
-            version=fmt.FORMAT_VERSION,
-            generation=verdict.id.generation,
-            step=verdict.id.step,
-            by_generation=generation,
-            reason=verdict.reason,
-        )
+    """Mark what is not kept; which ones. Nothing of them is deleted yet.
+
+    Raises FencedError if the catalog shows a higher generation at work: by whose checkpoints would it be counted?
+    Raises SweepRefusedError, StoreError.
+    """
+    check_highest([*catalog.generations, *(entry.id.generation for entry in catalog.entries)], generation)
+    going = [fate for fate in fates(store, catalog, generation, keep) if not fate.keep]
+    if going:
+        check_may_delete(store)
+    for fate in reversed(going):  # the oldest first: whatever stops this, the newest are left
+        marker = fmt.Marker.on(fate.id, generation, fate.reason)
         with contextlib.suppress(AlreadyExistsError):
-            store.create(fmt.retired_key(verdict.id), [fmt.dump(marker)])
-        reached("after-retired", step=verdict.id.step)
-    return tuple(verdict.id for verdict in going)
+            store.create(fmt.retired_key(fate.id), [fmt.dump(marker)])
+        reached("after-retired", step=fate.id.step)
+    return tuple(fate.id for fate in going)
 
 
-def verdicts(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[Verdict, ...]:
+def check_may_delete(store: ObjectStore) -> None:
+    """Raises SweepRefusedError if these credentials may not: marks alone would hide checkpoints and free nothing.
+
+    Asked by deleting what is not there: that is no error where it is allowed.
+    """
+    try:
+        store.delete(probe_key())
+    except StoreDeniedError as error:
+        raise SweepRefusedError(f"nothing is deleted, because that is not allowed here: {error.problem}") from error
+
+
+def fates(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[Fate, ...]:
     """What is kept and what is not. Raises SweepRefusedError if that cannot be said for certain, StoreError."""
     problem = obstacle(catalog.entries)
     if problem is not None:
         raise SweepRefusedError(f"nothing is deleted while something cannot be read: {problem}")
+    if generation not in catalog.generations:
+        raise SweepRefusedError(
+            "nothing is deleted: there is no claim of the job here, so it cannot be told what is used"
+        )
     base = read_base(store, generation)
     if base is None:
         raise SweepRefusedError(f"nothing is deleted now: generation {generation} has not chosen its base yet")
@@ -174,7 +201,7 @@ def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[Che
     """
     if not checkpoints:
         return 0
-    check_highest(claimed(store), generation)
+    check_highest([*claimed(store), *_next_claim(store, generation)], generation)
     freed_bytes = 0
     with ThreadPoolExecutor(DELETES_AT_ONCE, thread_name_prefix="delete") as pool:
         for checkpoint in checkpoints:
@@ -195,6 +222,15 @@ def check_highest(generations: Collection[int], generation: int) -> None:
     highest = max(generations, default=generation)
     if highest > generation:
         raise FencedError(f"generation {highest} is there: generation {generation} deletes nothing any more")
+
+
+def _next_claim(store: ObjectStore, generation: int) -> list[int]:
+    """Whether the next number is taken, by asking for that very object: a file server's listing may be old."""
+    try:
+        store.size(fmt.generation_key(generation + 1))
+    except NotFoundError:
+        return []
+    return [generation + 1]
 
 
 def _draft(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:

@@ -1,7 +1,8 @@
 """Is a store fit for a job? Found out before any training time is spent; the answer says what to do.
 
 Looks at whose the job's folder is, then writes one small object of a random name twice (the second time must be
-refused), reads it and deletes it: all within PROBE_SECONDS_MAX, whatever an SDK or a file system waits for.
+refused), reads it and deletes it: all within PROBE_SECONDS_MAX, whatever an SDK or a file system waits for. The store
+of a bucket has done the same by itself then, before this first write of its own.
 
 Called by `run`, `demo`, `check`, and for scripts that nobody supervises by `attached`.
 """
@@ -25,6 +26,7 @@ from orchestrator.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from orchestrator.storage.arguments import probe_key
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 
@@ -116,7 +118,7 @@ def probe(store: ObjectStore, first: Callable[[], object] = lambda: None) -> Pro
 
 def _written_once(store: ObjectStore) -> Probe:
     """Writes a key twice. The object is deleted again, if that is allowed."""
-    key = f"probe-{secrets.token_hex(8)}"
+    key = probe_key()
     first, second = secrets.token_bytes(32), secrets.token_bytes(32)
     store.create(key, [first])
     try:

@@ -7,9 +7,11 @@ Not here: which keys a job uses (`checkpoint/format`). Called by every back end.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 
 from orchestrator.errors import StoreError
+from orchestrator.storage.base import Piece
 
 TEMPORARY_PREFIX = ".tmp-"
 """Starts the name of an unfinished write; never part of a key."""
@@ -31,6 +33,11 @@ def is_key(text: str) -> bool:
     except StoreError:
         return False
     return True
+
+
+def probe_key() -> str:
+    """A random key that no job uses, to try what is allowed."""
+    return f"probe-{secrets.token_hex(8)}"
 
 
 def is_probe(key: str) -> bool:
@@ -60,6 +67,12 @@ def check_range(key: str, start: int, stop: int | None) -> None:
 def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:
     """The buffers as bytes, without the empty ones."""
     return [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in buffers if view.nbytes]
+
+
+def bytes_of(piece: Piece) -> memoryview:
+    """The piece as bytes, whatever its shape."""
+    view = memoryview(piece)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def bytes_wanted(buffers: Sequence[memoryview]) -> int:
