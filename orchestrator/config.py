@@ -13,9 +13,23 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from orchestrator.core.deadline import MARGIN_SECONDS
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError
 
+NOTICE_SOURCES = (
+    "auto",
+    "none",
+    "aws",
+    "gcp",
+    "azure",
+    "alibaba",
+    "tencent",
+    "volcengine",
+    "byteplus",
+    "oci",
+    "webhook",
+)
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?\Z")
 
 
@@ -42,6 +56,8 @@ class JobConfig(BaseModel):
     """Newest committed checkpoints that are kept, older ones are deleted; 0: all are kept."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Besides, the first checkpoint of every so many steps is kept for good; 0: none. Needs keep_last."""
+    notices: str = "auto"
+    """What is watched beside signals: auto, none, or a list of clouds, webhook and file:/path, with commas."""
     grace_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """Seconds that a signal leaves where its sender does not say (30: what most clouds give at least)."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
@@ -91,6 +107,22 @@ class JobConfig(BaseModel):
         low, high = parse_nodes(value)
         if not 1 <= low <= high <= 4096:
             raise ValueError(f"needs 1 <= MIN <= MAX <= 4096, got {low}:{high}")
+        return value
+
+    @field_validator("notices")
+    @classmethod
+    def _known_notices(cls, value: str) -> str:
+        parse_notices(value)
+        return value
+
+    @field_validator("grace_seconds")
+    @classmethod
+    def _grace_for_something(cls, value: float) -> float:
+        if value <= MARGIN_SECONDS:
+            raise ValueError(
+                f"{value:g} s leave nothing: {MARGIN_SECONDS:g} s of every notice are kept as a margin, "
+                "so that nothing could ever be saved on a signal"
+            )
         return value
 
     @field_validator("store", "staging")
@@ -145,6 +177,22 @@ class JobConfig(BaseModel):
             reform_seconds=self.reform_seconds,
             start_seconds=self.start_seconds,
         )
+
+
+def parse_notices(text: str) -> tuple[str, ...]:
+    """The words of `notices`. Raises ValueError."""
+    words = tuple("volcengine" if word.strip() == "byteplus" else word.strip() for word in text.split(","))
+    for word in words:
+        path = word.removeprefix("file:") if word.startswith("file:") else None
+        if path is not None and not path.startswith("/"):
+            raise ValueError(f"{word!r}: a file is named by its whole path: file:/run/leave")
+        if path is None and word not in NOTICE_SOURCES:
+            raise ValueError(f"there is no source {word!r}; there are {', '.join(NOTICE_SOURCES)} and file:/path")
+    if len(set(words)) < len(words):
+        raise ValueError("one of the sources is named twice")
+    if "none" in words and len(words) > 1:
+        raise ValueError("none stands alone")
+    return words
 
 
 def check_keep(keep_last: int, keep_every: int) -> None:

@@ -16,6 +16,7 @@
     ├── FormatError            bytes are not what the format says
     │   ├── VersionError       written by a format version that this release does not know
     │   └── DigestError        size or crc32c differ from what was committed
+    ├── SourceError            a source of notices cannot be read, or says what nobody understands
     ├── ProtocolError          a peer sent what the protocol does not allow
     ├── PeerError              another rank failed in what all ranks do together; names it
     │   └── PeerLostError      another rank has gone, or does not answer
@@ -150,6 +151,10 @@ class VersionError(FormatError):
 
 class DigestError(FormatError):
     """Size or crc32c differ from what was committed."""
+
+
+class SourceError(OrchestratorError):
+    """A source of notices cannot be read, or says what nobody understands: whether a notice stands is not known."""
 
 
 class ProtocolError(OrchestratorError):

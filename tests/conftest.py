@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.no_metadata import sitecustomize
 
 if TYPE_CHECKING:
     from tests.gcs_server import GCSServers
@@ -32,6 +36,30 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError:
         raise pytest.UsageError(f"{SEED_VARIABLE} must be a whole number, not {text!r}") from None
     os.environ[SEED_VARIABLE] = str(config.stash[SEED])  # for the processes among which the tests are shared out
+
+    _forbid_metadata_services()
+
+
+def _forbid_metadata_services() -> None:
+    """See `tests/no_metadata`; the processes among which tests are shared out write to the same file."""
+    if sitecustomize.STRAYS_VARIABLE not in os.environ:
+        handle, path = tempfile.mkstemp(prefix="orchestrator-test-strays-")
+        os.close(handle)
+        os.environ[sitecustomize.STRAYS_VARIABLE] = path
+        folder = str(Path(sitecustomize.__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    sitecustomize.install()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run in which anybody asked a real metadata service has failed."""
+    if hasattr(session.config, "workerinput"):
+        return
+    path = Path(os.environ[sitecustomize.STRAYS_VARIABLE])
+    strays = path.read_text() if path.exists() else ""
+    path.unlink(missing_ok=True)
+    if strays:
+        raise pytest.UsageError(f"a cloud's metadata service was asked:\n{strays}")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -24,6 +24,7 @@ from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.handovers import HandOvers
 from orchestrator.agent.inheritance import Inheritance
+from orchestrator.agent.notices import NoticeWatch
 from orchestrator.agent.ports import AgentPorts, real_ports
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
@@ -61,6 +62,7 @@ from orchestrator.core.messages import (
     Uploaded,
     UploadFailed,
     Verdict,
+    WatcherReported,
 )
 from orchestrator.errors import FormatError, ProtocolError, StoreError
 from orchestrator.preemption.process import NOTICE_SIGNALS
@@ -108,6 +110,9 @@ class Agent:
         self._supervisors_met = 0
         self._notices: dict[str, tuple[NoticeReceived, float]] = {}
         """Notices that stand, with the time at which each came."""
+        self._watch = NoticeWatch(settings, ports.clock, self.notice, self.watcher_reported)
+        self._blind: dict[str, WatcherReported] = {}
+        self._dismissed = False
         self._gang_actions: asyncio.Queue[GangAction] = asyncio.Queue()
         self._echo = settings.echo_output
         self._over = asyncio.Event()
@@ -121,7 +126,9 @@ class Agent:
         self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
         objects = NodeObjects(self._ports.store, self._staged_slot, self._nearby)
         tokens = (self._objects_token, self._settings.token)  # of this node's workers, and of peers
-        self._objects_url = await self._ports.object_server.start(objects, tokens, self._settings.address)
+        self._objects_url = await self._ports.object_server.start(
+            objects, tokens, self._settings.address, self._watch.routes()
+        )
         if handle_signals:
             for number in NOTICE_SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -129,6 +136,7 @@ class Agent:
         looking = asyncio.create_task(self._look_for_ever())
         obeying = asyncio.create_task(self._obey_for_ever())
         over = asyncio.create_task(self._over.wait())
+        watching = asyncio.create_task(self._watch.run())
         try:
             done, _ = await asyncio.wait({client, looking, obeying, over}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {over}:
@@ -138,6 +146,16 @@ class Agent:
             return client.result() if client in done else DISMISSED
         finally:
             await self._end(client, looking, obeying, over)
+            await self._let_go()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _let_go(self) -> None:
+        """The very last: once this is said, the machine may be gone at any moment."""
+        if not (self._dismissed and self._settings.acknowledge_notices):
+            return
+        for problem in await self._watch.acknowledge():
+            sys.stderr.write(f"agent {self._settings.node}: {problem}\n")
 
     async def _end(self, *tasks: asyncio.Task[Any]) -> None:
         if self._gang is not None:
@@ -170,6 +188,8 @@ class Agent:
         for notice, since in self._notices.values():
             left = notice.remaining_seconds
             self._post(replace(notice, remaining_seconds=None if left is None else left - (now - since)))
+        for report in self._blind.values():
+            self._post(report)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -190,6 +210,19 @@ class Agent:
         else:
             self._notices.setdefault(event.notice_id, (event, self._clock.monotonic()))
         self._post(event)
+
+    @property
+    def _goes(self) -> bool:
+        """Whether a notice stands that is more than a hint."""
+        return any(event.kind is not NoticeKind.HINT for event, _ in self._notices.values())
+
+    def watcher_reported(self, report: WatcherReported) -> None:
+        """Whether a source of notices can be read."""
+        if report.problem is None:
+            self._blind.pop(report.source, None)
+        else:
+            self._blind[report.source] = report
+        self._post(report)
 
     def _on_signal(self, number: int) -> None:
         self.notice(
@@ -223,7 +256,7 @@ class Agent:
     def _alone(self, now: float) -> bool:
         """The supervisor is away. Where this node will go there is no time to wait and see."""
         silent_seconds = now - self._client.connected_seconds
-        return not self._client.connected and (bool(self._notices) or silent_seconds > ALONE_AFTER_SECONDS)
+        return not self._client.connected and (self._goes or silent_seconds > ALONE_AFTER_SECONDS)
 
     def _upload_alone(self, gang: LocalGang) -> None:
         """Nobody may be there to order it: what was decided and is staged here becomes durable; receipts decide."""
@@ -267,6 +300,7 @@ class Agent:
 
     def _on_frame(self, frame: dict[str, Any]) -> None:
         if frame.get("type") == "dismiss":
+            self._dismissed = True
             self._over.set()
             return
         self._on_action(decode_action(frame))
@@ -529,7 +563,7 @@ class Agent:
     def _hurried(self) -> bool:
         """Whether uploads may be in the way of the training here: nobody trains, or there is no time to lose."""
         gang = self._gang
-        return bool(self._notices) or gang is None or not gang.in_training
+        return self._goes or gang is None or not gang.in_training
 
     def _forget_upload(self, place: ShardPlace) -> None:
         """It failed: whoever orders it again gets it."""

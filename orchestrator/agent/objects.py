@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 
 from aiohttp import hdrs, web
@@ -54,10 +54,12 @@ class HttpObjectServer:
     def __init__(self) -> None:
         self._runner: web.AppRunner | None = None
 
-    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
-        """Listen at the address, for whoever has one of the tokens; returns the URL."""
+    async def start(
+        self, store: ObjectStore, tokens: tuple[str, ...], address: str, routes: Sequence[web.RouteDef] = ()
+    ) -> str:
+        """Listen at the address, for whoever has one of the tokens; returns the URL. `routes`: served as well."""
         app = web.Application(middlewares=[token_middleware(*tokens)])
-        app.add_routes(object_routes(store))
+        app.add_routes([*object_routes(store), *routes])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
         await web.TCPSite(self._runner, address, 0).start()

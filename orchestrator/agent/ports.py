@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from aiohttp.web import RouteDef
+
 from orchestrator.agent.client import WebSocketConnector
 from orchestrator.agent.link import Connect
 from orchestrator.agent.objects import HttpObjectServer
@@ -42,8 +44,10 @@ class Runtime(Protocol):
 class ObjectServer(Protocol):
     """Serves a store to this node's workers and peers, who hold no credentials."""
 
-    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
-        """Listen at the address, for whoever has one of the tokens; returns the URL."""
+    async def start(
+        self, store: ObjectStore, tokens: tuple[str, ...], address: str, routes: Sequence[RouteDef] = ()
+    ) -> str:
+        """Listen at the address, for whoever has one of the tokens; returns the URL. `routes`: served as well."""
         ...
 
     async def stop(self) -> None:

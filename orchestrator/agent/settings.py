@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -34,7 +35,15 @@ class AgentSettings(BaseModel):
     echo_output: bool = True
     """Copy the workers' output to the agent's standard output, with the rank in front."""
     grace_seconds: float = 30.0
-    """Time that a signal leaves, where its sender does not say."""
+    """Time that a signal, or a notice without a time, leaves."""
+    notices: str = "none"
+    """What is watched beside signals, as in the job's configuration."""
+    notice_addresses: Mapping[str, str] = {}
+    """Cloud → URL in place of its metadata service's address, for rehearsals: others are not asked then."""
+    notice_look_seconds: float | None = None
+    """Between two looks at a source; None: what is right for each."""
+    acknowledge_notices: bool = False
+    """Once the supervisor lets this node go, its cloud may take the machine: nothing else of the job runs on it."""
     attach_folder: Path | None = None
     """Attached mode: where workers that somebody else started announce themselves."""
     lost_after_seconds: float = 600.0

@@ -50,6 +50,7 @@ class AttachedSettings(BaseModel):
     save_every: int
     keep_last: int
     keep_every: int
+    notices: str
     world_size: int
 
 
@@ -105,6 +106,7 @@ async def supervise(settings: AttachedSettings, state: StateFolder, url: str) ->
         logs=settings.folder,
         echo_output=False,
         attach_folder=settings.folder,
+        notices=settings.notices,
     )
     spec = JobSpec(
         name=settings.job,

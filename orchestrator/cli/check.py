@@ -6,6 +6,7 @@ torch is not imported, only its version is read.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import secrets
@@ -13,7 +14,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,11 +27,13 @@ from orchestrator.cli.terminal import output, print_json, size_text, table
 from orchestrator.errors import ConfigError, OrchestratorError
 
 if TYPE_CHECKING:
+    from orchestrator.preemption.base import Source
     from orchestrator.storage.base import ObjectStore
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STAGING_FREE_BYTES_MIN = 1 << 30
 STORE_FREE_BYTES_MIN = 1 << 30
+LOOK_SECONDS_MAX = 10.0
 PACKAGES = (
     "orchestrator",
     "torch",
@@ -59,14 +62,22 @@ def check(
     store: Annotated[str | None, typer.Option(metavar="URL", help="The folder or bucket that holds the jobs.")] = None,
     job: Annotated[str | None, typer.Option(metavar="NAME", help="With --store: look into this job's folder.")] = None,
     staging: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder in memory for shards.")] = Path("/dev/shm"),
+    notices: Annotated[
+        str | None, typer.Option(metavar="WHAT", help="Read each source of notices once, as `run --notices` would.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Check versions, cores, clock, state and staging folder, and with --store the store. Exit code 1 on a fail."""
+    """Check versions, cores, clock, state and staging folder, with --store the store, with --notices their sources.
+
+    Exit code 1 on a fail.
+    """
     if job is not None and store is None:
         raise ConfigError("--job names a folder of the store: --store URL says which store")
     findings = [*check_machine(), check_state_folder(), *check_staging(staging.absolute())]
     if store is not None:
         findings += check_store(store, job)
+    if notices is not None:
+        findings += check_notices(notices)
     if json_output:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -220,6 +231,57 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
     except OSError:
         return
+
+
+# ------------------------------------------------------------------------------------------------ notices
+
+
+def check_notices(text: str, addresses: Mapping[str, str] | None = None) -> list[Finding]:
+    """Each source, read once; with auto, the cloud that this machine is on. Raises ConfigError."""
+    from orchestrator.config import parse_notices
+
+    try:
+        chosen = parse_notices(text)
+    except ValueError as error:
+        raise ConfigError(f"--notices: {error}") from error
+    return asyncio.run(_read_sources(chosen, addresses or {}))
+
+
+async def _read_sources(chosen: Sequence[str], addresses: Mapping[str, str]) -> list[Finding]:
+    from orchestrator.clock import SystemClock
+    from orchestrator.preemption.clouds import Clouds
+
+    clouds, findings = Clouds(SystemClock(), addresses), []
+    try:
+        names = [name for name in chosen if name not in ("auto", "none")]
+        if "auto" in chosen:
+            cloud = await clouds.find()
+            found = "no cloud is found: signals only" if cloud is None else f"this machine is on {cloud}"
+            findings.append(Finding(what="notices", level=OK, found=found))
+            names += [cloud] if cloud is not None and cloud not in names else []
+        for name in names:
+            findings += [await _read_source(source) for source in clouds.sources_of(name)]
+    finally:
+        await clouds.close()
+    return findings
+
+
+async def _read_source(source: Source) -> Finding:
+    advice = "a notice would be missed; in a container the metadata service may be a hop too far away"
+    try:
+        async with asyncio.timeout(LOOK_SECONDS_MAX):
+            reading = await source.look()
+    except TimeoutError:
+        return Finding(what=source.name, level=FAIL, found=f"no answer in {LOOK_SECONDS_MAX:.0f} s", advice=advice)
+    except OrchestratorError as error:
+        return Finding(what=source.name, level=FAIL, found=str(error), advice=advice)
+    if reading.problems:
+        return Finding(what=source.name, level=FAIL, found=reading.problems[0], advice=advice)
+    stands = ", ".join(f"{found.kind}: {found.words}" for found in reading.found)
+    advice = "a job that starts here leaves soon" if stands else ""
+    return Finding(
+        what=source.name, level=WARN if stands else OK, found=stands or "nothing is announced", advice=advice
+    )
 
 
 def _judge(what: str, good: bool, found: str, advice: str, otherwise: str = FAIL) -> Finding:

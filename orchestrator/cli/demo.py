@@ -207,6 +207,7 @@ def _run(plan: Plan, name: str, title: str, scenario: Scenario, screen: Screen) 
         save_every=plan.save_every,
         reform_seconds=0.5,
         replacement_seconds=4.0,
+        notices="none",
     )
     url = job_url(config.store, config.job)
     result = RunResult(name=name, store=open_store(url), start_seconds=time.monotonic())

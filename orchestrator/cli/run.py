@@ -63,6 +63,9 @@ def run(
     grace_seconds: Annotated[
         str | None, typer.Option(metavar="S", help="Time that a signal leaves where its sender does not say.")
     ] = None,
+    notices: Annotated[
+        str | None, typer.Option(metavar="WHAT", help="auto, none, or clouds, webhook, file:/path, with commas.")
+    ] = None,
     max_failures: Annotated[
         str | None, typer.Option(metavar="N", help="Failures from one checkpoint before an older one, or the end.")
     ] = None,
@@ -99,6 +102,7 @@ def run(
         "keep_last": keep_last,
         "keep_every": keep_every,
         "grace_seconds": grace_seconds,
+        "notices": notices,
         "max_failures": max_failures,
         "staging": staging,
         "scheduler": scheduler,
@@ -194,6 +198,7 @@ def _print_plan(settings: JobConfig, *, as_json: bool) -> None:
             "save every",
             counted(found["save_every"], "step") if found["save_every"] else "on notice and at the end only",
         ),
+        ("notices", f"signals, and {found['notices']}" if found["notices"] != "none" else "signals only"),
         ("keep", _kept(found["keep_last"], found["keep_every"])),
         ("variables", " ".join(found["variables"])),
         ("staging folder", f"{found['staging']} ({size_text(found['staging_free_bytes'])} free)"),
@@ -225,6 +230,7 @@ def plan(settings: JobConfig) -> dict[str, Any]:
         "keep_last": settings.keep_last,
         "keep_every": settings.keep_every,
         "grace_seconds": settings.grace_seconds,
+        "notices": settings.notices,
         "max_failures": settings.max_failures,
         "variables": list(VARIABLES),
         "staging": settings.staging,

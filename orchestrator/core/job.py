@@ -57,6 +57,7 @@ from orchestrator.core.messages import (
     Tick,
     Uploaded,
     UploadFailed,
+    WatcherReported,
 )
 from orchestrator.core.states import TRANSITIONS, Job, JobSpec, Phase, Trigger
 from orchestrator.core.turn import Turn
@@ -90,6 +91,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             exits.on_node_lost(turn, event)
         case NoticeReceived():
             leaving.on_notice(turn, event)
+        case WatcherReported():
+            leaving.on_watcher_reported(turn, event)
         case GenerationOpened():
             forming.on_generation_opened(turn, event)
         case GenerationRefused():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core import breaking, courses, growing, proposing
-from orchestrator.core.messages import NoticeKind, NoticeReceived, Outcome, Request, Requested
-from orchestrator.core.states import Ending, Leave, Node, Phase
+from orchestrator.core.messages import NoticeKind, NoticeReceived, Outcome, Request, Requested, WatcherReported
+from orchestrator.core.states import Ending, Leave, Node, Phase, StandingNotice
 from orchestrator.core.turn import Turn
 from orchestrator.core.wording import counted
 from orchestrator.errors import ExitCode
@@ -20,18 +20,20 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
     if event.kind == NoticeKind.CANCEL:
         _cancel_notice(turn, event, node)
         return
-    if event.notice_id in node.notice_ids:
-        return
+    known = event.notice_id in (notice.notice_id for notice in node.notices)
     if event.kind == NoticeKind.HINT:
-        turn.set_node(event.node, notice_ids=(*node.notice_ids, event.notice_id))
-        turn.set(save_asked=True)
-        turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
+        if not known and event.notice_id not in node.hints:
+            turn.set_node(event.node, hints=(*node.hints, event.notice_id))
+            turn.set(save_asked=True)
+            turn.note("notice received", f"{event.source}: a hint, saving soon", node=event.node)
+        return
+    if known:
         return
     deadline = None if event.remaining_seconds is None else turn.now + max(event.remaining_seconds, 0.0)
-    turn.set_node(event.node, going=True, notice_ids=(*node.notice_ids, event.notice_id))
-    if deadline is not None and (node.deadline_seconds is None or deadline < node.deadline_seconds):
-        turn.set_node(event.node, deadline_seconds=deadline, notice_seconds=deadline - turn.now)
-    left = "no deadline" if deadline is None else f"{deadline - turn.now:.1f} s left"
+    seconds = None if deadline is None else deadline - turn.now
+    notice = StandingNotice(notice_id=event.notice_id, deadline_seconds=deadline, notice_seconds=seconds)
+    _set_notices(turn, event.node, (*node.notices, notice))
+    left = "no deadline" if seconds is None else f"{seconds:.1f} s left"
     turn.note(
         "notice received",
         f"{event.source}: {event.kind}, {left}",
@@ -42,15 +44,42 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
     node_is_going(turn, event.node)
 
 
+def _set_notices(turn: Turn, name: str, notices: tuple[StandingNotice, ...]) -> None:
+    """The earliest deadline wins, the first of those that are as early."""
+    known = (notice for notice in notices if notice.deadline_seconds is not None)
+    earliest = min(known, key=lambda notice: notice.deadline_seconds or 0.0, default=None)
+    turn.set_node(
+        name,
+        going=bool(notices),
+        notices=notices,
+        deadline_seconds=None if earliest is None else earliest.deadline_seconds,
+        notice_seconds=None if earliest is None else earliest.notice_seconds,
+    )
+
+
 def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
-    if event.notice_id not in node.notice_ids:
+    rest = tuple(notice for notice in node.notices if notice.notice_id != event.notice_id)
+    if event.notice_id in node.hints:
+        turn.set_node(event.node, hints=tuple(hint for hint in node.hints if hint != event.notice_id))
+    elif len(rest) == len(node.notices):
         return
-    rest = tuple(notice for notice in node.notice_ids if notice != event.notice_id)
-    turn.set_node(event.node, notice_ids=rest, going=bool(rest))
-    if not rest:
-        turn.set_node(event.node, deadline_seconds=None, notice_seconds=None)
+    _set_notices(turn, event.node, rest)
     turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
     _node_stays(turn)
+
+
+def on_watcher_reported(turn: Turn, event: WatcherReported) -> None:
+    """Whether a node can see a source's notices: an alarm, once, and its end."""
+    node = turn.job.nodes.get(event.node)
+    if node is None or (event.problem is not None) is (event.source in node.blind):
+        return
+    if event.problem is None:
+        turn.set_node(event.node, blind=tuple(source for source in node.blind if source != event.source))
+        turn.note("watcher sees again", f"notices of {event.source} can be read", node=event.node)
+        return
+    turn.set_node(event.node, blind=(*node.blind, event.source))
+    reason = f"notices of {event.source} cannot be read, so one may be missed: {event.problem}"
+    turn.note("watcher blind", reason, node=event.node)
 
 
 def node_is_going(turn: Turn, name: str) -> None:

@@ -158,6 +158,15 @@ class NoticeReceived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatcherReported:
+    """Whether a node can see the notices of a source. `problem`: why it cannot; None: it can again."""
+
+    node: str
+    source: str
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOpened:
     """Claimed, rolled forward, base written: what every rank of this generation loads.
 
@@ -414,6 +423,7 @@ Event = (
     | NodesFound
     | NodeLost
     | NoticeReceived
+    | WatcherReported
     | GenerationOpened
     | GenerationRefused
     | RankAttached

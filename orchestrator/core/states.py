@@ -144,6 +144,16 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StandingNotice:
+    """A notice that names a node and is not withdrawn."""
+
+    notice_id: str
+    deadline_seconds: float | None
+    notice_seconds: float | None
+    """How long before that deadline it came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A connected node; `going` once a notice named it, with its deadline if one is known."""
 
@@ -152,7 +162,12 @@ class Node:
     deadline_seconds: float | None = None
     notice_seconds: float | None = None
     """How long before that deadline the notice came that gave it."""
-    notice_ids: tuple[str, ...] = ()
+    notices: tuple[StandingNotice, ...] = ()
+    """Why it is going; the earliest deadline of them is the node's."""
+    hints: tuple[str, ...] = ()
+    """Ids of what says that it may go."""
+    blind: tuple[str, ...] = ()
+    """Sources whose notices it cannot see."""
     joined_at_seconds: float = 0.0
     objects_url: str = ""
     """Where peers read its staged shards; empty where they cannot."""

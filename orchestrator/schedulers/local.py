@@ -33,6 +33,8 @@ START_FAILURES_MAX = 5
 START_PAUSE_SECONDS_MAX = 60.0
 START_SECONDS_MIN = 2.0
 """An agent that ends sooner than that failed to start."""
+GIVEN_BACK_SECONDS_MIN = 10.0
+"""One that is given back sooner was of no use: a notice stands for this machine, and the next one is none either."""
 STOP_SECONDS = 5.0
 
 SettingsOf = Callable[[str, str, str, Path], str]
@@ -111,7 +113,7 @@ class LocalScheduler:
         asyncio.get_running_loop().add_reader(node.pidfd, self._gone, node)
 
     def request(self, count: int) -> None:
-        """The first nodes come at once, replacements after `replacement_seconds`."""
+        """The first nodes come at once, replacements after `replacement_seconds`; later if several were useless."""
         pause = self._replacement_seconds if self._requested_before else 0.0
         if self._start_failures >= START_FAILURES_MAX:
             pause = max(pause, min(2.0**self._start_failures, START_PAUSE_SECONDS_MAX))
@@ -153,10 +155,11 @@ class LocalScheduler:
         kill_session(node.started.pid)  # a child is not waited for yet, so the number is still this node's
         status = None if node.process is None else node.process.wait()
         shutil.rmtree(node.started.staging, ignore_errors=True)
+        least = GIVEN_BACK_SECONDS_MIN if node.released else START_SECONDS_MIN
+        early = time.monotonic() - node.watched_since_seconds < least
+        self._start_failures = self._start_failures + 1 if early else 0
         if node.released:
             return
-        early = time.monotonic() - node.watched_since_seconds < START_SECONDS_MIN
-        self._start_failures = self._start_failures + 1 if early else 0
         self._on_lost(node.name, f"its agent {describe_exit(status)}")
 
     def _forget(self, node: _Node) -> None:

@@ -7,8 +7,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.agent.settings import AgentSettings
@@ -32,6 +32,10 @@ class LocalJobOptions:
     echo_output: bool = True
     sinks: tuple[Sink, ...] = ()
     agent_command: Sequence[str] = AGENT_COMMAND
+    notice_addresses: Mapping[str, str] = field(default_factory=dict)
+    """Cloud → URL in place of its metadata service's address, for rehearsals."""
+    notice_look_seconds: float | None = None
+    """Between two looks at a source of notices; None: what is right for each."""
 
 
 class LocalJob:
@@ -104,6 +108,10 @@ class LocalJob:
                 logs=self.logs,
                 echo_output=options.echo_output,
                 grace_seconds=config.grace_seconds,
+                notices=config.notices,
+                notice_addresses=options.notice_addresses,
+                notice_look_seconds=options.notice_look_seconds,
+                acknowledge_notices=config.nodes_max == 1,
             ).model_dump_json()
 
         scheduler = LocalScheduler(
@@ -142,6 +150,7 @@ def terms_of(config: JobConfig, job_url: str) -> str:
         "command": config.command,
         "workers_per_node": config.workers_per_node,
         "grace_seconds": config.grace_seconds,
+        "notices": config.notices,
         "staging": config.staging,
         "job_url": job_url,
         "folder": os.getcwd(),

@@ -32,6 +32,12 @@ class SupervisorServer:
         self._world = Gauge(
             "orchestrator_world_size", "Ranks of the present generation", ["job"], registry=self.registry
         )
+        self._blind = Gauge(
+            "orchestrator_blind_watchers",
+            "Sources of notices that cannot be read, on all nodes",
+            ["job"],
+            registry=self.registry,
+        )
         self._age = Gauge(
             "orchestrator_commit_age_seconds", "Age of the newest committed checkpoint", ["job"], registry=self.registry
         )
@@ -75,6 +81,7 @@ class SupervisorServer:
         status = self._supervisor.status()
         self._step.labels(status["job"]).set(status["step"])
         self._world.labels(status["job"]).set(status["world_size"])
+        self._blind.labels(status["job"]).set(sum(len(node["blind"]) for node in status["nodes"]))
         if status["commit_age_seconds"] is not None:
             self._age.labels(status["job"]).set(status["commit_age_seconds"])
         return web.Response(body=generate_latest(self.registry), content_type="text/plain")

@@ -12,7 +12,7 @@ import asyncio
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +69,9 @@ class _ObjectServer:
         self._training = training
         self._url = url
 
-    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
+    async def start(
+        self, store: ObjectStore, tokens: tuple[str, ...], address: str, routes: Sequence[object] = ()
+    ) -> str:
         """See the port."""
         self._training.object_stores[self._url] = store
         return self._url

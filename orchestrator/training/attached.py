@@ -20,6 +20,7 @@ from pathlib import Path
 
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.staging_folder import private_folder
+from orchestrator.config import parse_notices
 from orchestrator.core.wording import counted
 from orchestrator.errors import ConfigError, FencedError, OrchestratorError, SupervisorError
 
@@ -36,6 +37,7 @@ class Supervision:
     save_every: int
     keep_last: int
     keep_every: int
+    notices: str
 
     def problems(self) -> Iterator[str]:
         """What no supervisor could do."""
@@ -45,6 +47,10 @@ class Supervision:
                 yield f"attach({name}={value!r}): a whole number, 0 or more"
         if self.keep_every and not self.keep_last:
             yield "attach(keep_every=…) needs keep_last; without it all checkpoints are kept"
+        try:
+            parse_notices(self.notices)
+        except (ValueError, AttributeError) as error:
+            yield f"attach(notices={self.notices!r}): {error}"
 
 
 def start(asked: Supervision) -> Launch:

@@ -57,6 +57,7 @@ def attach(
     save_every: int = 1000,
     keep_last: int = 0,
     keep_every: int = 0,
+    notices: str = "none",
     accept: tuple[str, ...] = (),
     **others: Any,
 ) -> Run:
@@ -70,7 +71,8 @@ def attach(
 
     The others matter only when nobody has started the script under `orchestrator run`: `store`, a folder or URL
     (default ./checkpoints); `job`, a name (default: the script's); `save_every` steps; `keep_last` newest checkpoints
-    are kept, and the first one of every `keep_every` steps (0: all are kept).
+    are kept, and the first one of every `keep_every` steps (0: all are kept); `notices`, what is watched beside
+    signals: "auto", or a list like "aws,file:/run/leave".
 
     Raises ConfigError, StateError (naming the path of what cannot be saved or restored), GateError, StoreError;
     PeerError if it was another rank that could not restore.
@@ -83,6 +85,7 @@ def attach(
         save_every=save_every,
         keep_last=keep_last,
         keep_every=keep_every,
+        notices=notices,
     )
     problems = tuple(asked.problems())
     if problems:

@@ -80,7 +80,9 @@ class FakeRuntime:
 class NoObjectServer:
     """Nobody reads this agent's store."""
 
-    async def start(self, store: ObjectStore, tokens: tuple[str, ...], address: str) -> str:
+    async def start(
+        self, store: ObjectStore, tokens: tuple[str, ...], address: str, routes: Sequence[object] = ()
+    ) -> str:
         return "simulated:"
 
     async def stop(self) -> None:

@@ -32,6 +32,7 @@ from orchestrator.core.messages import (
     Upload,
     Uploaded,
     UploadFailed,
+    WatcherReported,
 )
 from tests.agent.simulated_agent import GENERATION, NODE, Scene
 from tests.checkpoint.shards import checkpoint_id
@@ -96,6 +97,24 @@ def test_after_a_notice_there_is_no_time_to_wait(tmp_path: Path) -> None:
         scene.stage(0, 10)
         scene.agent.notice(notice())
         await asyncio.sleep(ALONE_RETRY_SECONDS + 0.5)
+        assert len(scene.receipts()) == 1
+
+    scene.play(story)
+
+
+def test_a_hint_is_no_reason_for_haste(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, world_size=2)
+
+    async def story() -> None:
+        await running(scene)
+        scene.agree(10)
+        await asyncio.sleep(0.5)
+        scene.kill_supervisor()
+        scene.stage(0, 10)
+        scene.agent.notice(notice(kind=NoticeKind.HINT, seconds=None))
+        await asyncio.sleep(ALONE_RETRY_SECONDS + 0.5)
+        assert scene.receipts() == []
+        await asyncio.sleep(ALONE_AFTER_SECONDS)
         assert len(scene.receipts()) == 1
 
     scene.play(story)
@@ -314,6 +333,22 @@ def test_a_notice_is_told_again_with_what_is_left_of_its_time(tmp_path: Path) ->
         assert set(told) == {"one", "without a deadline"}
         assert told["without a deadline"] is None
         assert 16.5 < (told["one"] or 0.0) < 20.0
+
+    scene.play(story)
+
+
+def test_what_cannot_be_seen_is_told_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    async def story() -> None:
+        await asyncio.sleep(1)
+        for source, problem in (("aws", "status 401"), ("file", "no file"), ("file", None)):
+            scene.agent.watcher_reported(WatcherReported(node=NODE, source=source, problem=problem))
+        await asyncio.sleep(0.5)
+        assert len(scene.supervisor.kinds(WatcherReported)) == 3
+        scene.kill_supervisor()
+        await next_one(scene)
+        assert [report.source for report in scene.supervisor.kinds(WatcherReported)] == ["aws"]
 
     scene.play(story)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable
+import queue
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from orchestrator.errors import StoreFullError
 from orchestrator.storage import opening
 from orchestrator.storage.base import Piece
 from orchestrator.storage.memory import MemoryStore
+from orchestrator.testing.metadata import SimulatedAWS
 from tests.cli.conftest import Command
 from tests.gcs_server import GCSServers
 from tests.s3_servers import BUCKET, S3Servers
@@ -47,6 +51,45 @@ def test_a_store_that_is_not_there_yet_is_not_made(command: Command, tmp_path: P
     assert result.exit_code == 0
     assert "the first run makes it" in result.stdout
     assert not (tmp_path / "a").exists()
+
+
+def test_sources_of_notices_are_read_once(command: Command, tmp_path: Path) -> None:
+    leave = tmp_path / "leave"
+    words = ("check", "--notices", f"file:{leave}", "--staging", str(tmp_path), "--json")
+    result = command(*words)
+    assert result.exit_code == 0
+    assert levels(result.stdout)[f"file {leave}"] == "ok"
+    leave.touch()
+    assert levels(command(*words).stdout)[f"file {leave}"] == "warn"
+    leave.write_text("what?")
+    result = command(*words)
+    assert result.exit_code == 1
+    assert levels(result.stdout)[f"file {leave}"] == "fail"
+
+
+def test_a_source_that_there_is_not(command: Command) -> None:
+    result = command("check", "--notices", "heroku")
+    assert result.exit_code == 2
+    assert "there is no source 'heroku'" in result.stderr
+
+
+def test_the_cloud_that_auto_finds_is_read() -> None:
+    async def serve(ready: Callable[[str], None], over: threading.Event) -> None:
+        async with SimulatedAWS() as aws:
+            ready(aws.url)
+            await asyncio.to_thread(over.wait, 20)
+
+    urls: queue.Queue[str] = queue.Queue()
+    over = threading.Event()
+    server = threading.Thread(target=lambda: asyncio.run(serve(urls.put, over)))
+    server.start()
+    try:
+        findings = check.check_notices("auto", {"aws": urls.get(timeout=10)})
+    finally:
+        over.set()
+        server.join(20)
+    assert [finding.level for finding in findings] == ["ok"] * 5
+    assert findings[0].found == "this machine is on aws"
 
 
 def test_no_staging_folder(command: Command) -> None:

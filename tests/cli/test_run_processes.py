@@ -23,7 +23,18 @@ LIMIT_SECONDS = 40
 
 def words(folder: Path, program: str, *flags: str) -> list[str]:
     """The command line of a run of a small program."""
-    run = [sys.executable, "-m", "orchestrator", "run", "--job", "tiny", "--store", str(folder / "store")]
+    run = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "run",
+        "--notices",
+        "none",
+        "--job",
+        "tiny",
+        "--store",
+        str(folder / "store"),
+    ]
     return [*run, "--staging", str(folder), *flags, "--", sys.executable, "-c", program]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,17 @@ async def run_job(
     agent_command: Sequence[str] = AGENT_COMMAND,
     take_over: bool = False,
     limit_seconds: float = 100,
+    notice_addresses: Mapping[str, str] | None = None,
     **settings: object,
 ) -> JobResult:
     """Run a job to its end (or fail after the limit), with a scenario beside it."""
-    values: dict[str, object] = {"job": "small", "nodes": "1:2", "workers_per_node": 1, "save_every": 10}
+    values: dict[str, object] = {
+        "job": "small",
+        "nodes": "1:2",
+        "workers_per_node": 1,
+        "save_every": 10,
+        "notices": "none",
+    }
     values |= {"store": str(folder / "store"), **settings}
     config = JobConfig(command=tuple(command), **values)  # type: ignore[arg-type]
     url = job_url(config.store, config.job)
@@ -68,7 +75,13 @@ async def run_job(
         sys.stderr.write(record.line(start) + "\n")
 
     options = LocalJobOptions(
-        job_url=url, take_over=take_over, echo_output=False, sinks=(show,), agent_command=agent_command
+        job_url=url,
+        take_over=take_over,
+        echo_output=False,
+        sinks=(show,),
+        agent_command=agent_command,
+        notice_addresses=notice_addresses or {},
+        notice_look_seconds=0.1,
     )
     job = LocalJob(config, options)
     job.acquire()

@@ -92,7 +92,18 @@ class Job:
     def start(self) -> None:
         """The same command each time."""
         command = [
-            *(sys.executable, "-m", "orchestrator", "run", "--job", "job", "--store", str(self.store.parent)),
+            *(
+                sys.executable,
+                "-m",
+                "orchestrator",
+                "run",
+                "--notices",
+                "none",
+                "--job",
+                "job",
+                "--store",
+                str(self.store.parent),
+            ),
             *("--nodes", str(NODES), "--workers-per-node", "1", "--save-every", str(self._save_every)),
             *("--max-failures", "1000", "--staging", str(self.staging), "--", sys.executable, str(TRAINING)),
         ]

@@ -3,7 +3,7 @@
 Options are environment variables, so that the same command line runs everywhere:
 STEPS, STEP_SECONDS, FIRST_STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults),
 LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved), CHILD (seconds that a child process sleeps),
-SAVE_AT (a step that asks for a save).
+SAVE_AT (a step that asks for a save), NOTICES (what is watched where nobody supervises).
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ def main() -> None:
     if "FAULT" in os.environ:
         faults.parse(os.environ["FAULT"]).kill(once=Path(os.environ["FAULT_MARKER"]))
     run = orchestrator.attach(
-        model=model, optimizer=optimizer, scheduler=scheduler, data=sampler, save_every=10, **others
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data=sampler,
+        save_every=10,
+        notices=os.environ.get("NOTICES", "none"),
+        **others,
     )
     workers = int(os.environ.get("LOADER", "0"))
     loader = iter(DataLoader(data, batch_sampler=sampler.stream(), num_workers=workers, generator=torch.Generator()))

@@ -53,6 +53,18 @@ def store_of(folder: Path) -> ObjectStore:
     return open_store(str(folder / "checkpoints" / "small_training"))
 
 
+async def test_a_file_tells_a_script_to_leave(tmp_path: Path) -> None:
+    """What is watched beside signals is a parameter of attach: saved at a common step, status 75."""
+    leave = tmp_path / "leave"
+    script = Script(tmp_path, STEP_SECONDS=0.05, NOTICES=f"file:{leave}")
+    await script.reach(5)
+    leave.touch()
+    assert await script.end() == 75, script.errors
+    newest = survey(store_of(tmp_path)).newest()
+    assert newest is not None
+    assert newest.id.step == script.lines(0)[-1]["step"]
+
+
 @pytest.fixture
 def free_port() -> str:
     """A port for torchrun."""

@@ -25,7 +25,18 @@ def train(folder: Path, staging: str, example: str, *options: str) -> OpenedChec
     script = EXAMPLES / example / "train.py"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "orchestrator", "run", "--job", "example", "--store", str(folder / "store")),
+            *(
+                sys.executable,
+                "-m",
+                "orchestrator",
+                "run",
+                "--notices",
+                "none",
+                "--job",
+                "example",
+                "--store",
+                str(folder / "store"),
+            ),
             *("--workers-per-node", "2", "--save-every", "20", "--staging", staging),
             *("--", sys.executable, str(script), *options),
         ],

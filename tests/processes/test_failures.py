@@ -144,7 +144,18 @@ async def test_worker_killed_between_saves(tmp_path: Path, staging: str, referen
 async def test_supervisor_killed(step: int, tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
     """SIGKILL to the supervisor, before and after the first checkpoint: the same command goes on to the same end."""
     command = [
-        *(sys.executable, "-m", "orchestrator", "run", "--job", "small", "--store", str(tmp_path / "store")),
+        *(
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "run",
+            "--notices",
+            "none",
+            "--job",
+            "small",
+            "--store",
+            str(tmp_path / "store"),
+        ),
         *("--nodes", "2", "--workers-per-node", "1", "--save-every", "10", "--staging", staging),
         *("--", sys.executable, str(TRAINING)),
     ]

@@ -34,7 +34,18 @@ class Runs:
     def __init__(self, folder: Path, staging: str) -> None:
         self._folder = folder
         self._arguments = [
-            *(sys.executable, "-m", "orchestrator", "run", "--job", "small", "--store", str(folder / "store")),
+            *(
+                sys.executable,
+                "-m",
+                "orchestrator",
+                "run",
+                "--notices",
+                "none",
+                "--job",
+                "small",
+                "--store",
+                str(folder / "store"),
+            ),
             *("--nodes", "2", "--workers-per-node", "1", "--save-every", "10", "--staging", staging),
         ]
         self._environment = {**os.environ, "LOG": str(folder / "log"), "STEP_SECONDS": "0.3"}

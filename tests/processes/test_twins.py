@@ -21,7 +21,18 @@ from tests.processes.harness import TRAINING, check_store, run_job, until
 def command(tmp_path: Path, staging: str, nodes: str = "1") -> list[str]:
     """The command line of the job that the harness runs."""
     return [
-        *(sys.executable, "-m", "orchestrator", "run", "--job", "small", "--store", str(tmp_path / "store")),
+        *(
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "run",
+            "--notices",
+            "none",
+            "--job",
+            "small",
+            "--store",
+            str(tmp_path / "store"),
+        ),
         *("--nodes", nodes, "--save-every", "10", "--staging", staging, "--", sys.executable, str(TRAINING)),
     ]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.schedulers.leftovers import StartedNode, read_leftovers, start_ticks, write_leftovers
-from orchestrator.schedulers.local import LocalScheduler
+from orchestrator.schedulers.local import START_FAILURES_MAX, LocalScheduler
 
 SLEEPER = (sys.executable, "-S", "-c", "import sys, time; sys.stdin.read(); time.sleep(60)")
 
@@ -83,6 +83,23 @@ async def test_a_node_that_was_given_back_is_not_lost(scene: Scene) -> None:
     scene.scheduler.release("node-0")
     os.kill(first, signal.SIGKILL)
     await until(lambda: len(scene.pids()) == 1)
+    assert scene.lost == []
+
+
+async def test_nodes_that_are_given_back_at_once_come_slower_and_slower(scene: Scene) -> None:
+    """A notice stands for this machine: whatever starts here is given back as soon as it has reported."""
+    given_back = 0
+    while given_back < START_FAILURES_MAX:
+        await until(lambda: bool(scene.pids()))
+        for info, pid in zip(scene.scheduler.nodes(), scene.pids(), strict=True):
+            scene.scheduler.release(info.node)
+            os.kill(pid, signal.SIGKILL)
+            given_back += 1
+        await until(lambda: not scene.pids())
+        scene.scheduler.request(1)
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+        assert scene.pids() == []
     assert scene.lost == []
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.clock import SystemClock
 from orchestrator.core.commit import Save
-from orchestrator.core.job import new_job
-from orchestrator.core.messages import CheckpointId, Mode, Prepare
+from orchestrator.core.job import new_job, step
+from orchestrator.core.messages import CheckpointId, Mode, NodeJoined, Prepare, WatcherReported
 from orchestrator.core.ranks import NOBODY, Ranks, RankSet
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError
@@ -167,6 +167,22 @@ async def test_a_save_that_failed_is_a_metric(client: aiohttp.ClientSession, sup
     async with client.get("/metrics") as answer:
         text = await answer.text()
     assert 'orchestrator_events_total{job="small",kind="save failed"} 1.0' in text
+
+
+async def test_a_node_that_cannot_see_its_notices_is_counted(
+    supervisor: Supervisor, client: aiohttp.ClientSession
+) -> None:
+    """And is told of in the status."""
+    events = (
+        NodeJoined(node="node-0", workers=1),
+        WatcherReported(node="node-0", source="aws", problem="status 401"),
+    )
+    for event in events:
+        supervisor.job, _ = step(supervisor.job, event, 1.0)
+    async with client.get("/status") as answer:
+        assert [node["blind"] for node in (await answer.json())["nodes"]] == [["aws"]]
+    async with client.get("/metrics") as answer:
+        assert 'orchestrator_blind_watchers{job="small"} 1.0' in await answer.text()
 
 
 async def test_an_agent_of_an_earlier_supervisor_begins_anew(client: aiohttp.ClientSession) -> None:

@@ -1,0 +1,506 @@
+"""Clouds' metadata services on loopback, for rehearsals and tests: they announce, withdraw and hint when told to.
+
+    async with SimulatedAWS() as aws:
+        …                                      # agents watch aws.url in place of http://169.254.169.254
+        aws.interrupt(seconds=120)             # a spot interruption, as the instance's metadata say it
+
+Faults are set in place: `aws.misbehave(Unauthorized(), times=3)`. Every answer is counted in `requests`. Not here:
+anything but what the watchers read, and the clouds' own delays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+# ------------------------------------------------------------------------------------------------------ faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unauthorized:
+    """401, whatever the token says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """An answer with another status."""
+
+    status: int = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """The right answer, late."""
+
+    seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """Status 200 and another body: empty, cut, of a login page."""
+
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The connection ends in the middle of the answer."""
+
+
+Fault = Unauthorized | Status | Slow | Body | Cut
+
+
+class MetadataServer:
+    """One service on a port of its own. Subclasses say what it answers."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()
+        """How often each path was asked for."""
+        self._fault: tuple[Fault, int | None, str] | None = None
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """What agents are given in place of the link-local address."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen; after a `stop` at the same port as before."""
+
+        @web.middleware
+        async def with_faults(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._with_faults(request, handler)
+
+        app = web.Application(middlewares=[with_faults])
+        app.add_routes(self.routes())
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Connections are refused from now on."""
+        self.changed()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def misbehave(self, fault: Fault, *, times: int | None = None, path: str = "") -> None:
+        """The next `times` requests (None: all) to paths that contain `path` meet the fault."""
+        self._fault = (fault, times, path)
+        self.changed()
+
+    def behave(self) -> None:
+        """No fault from now on."""
+        self._fault = None
+
+    def changed(self) -> None:
+        """Wakes whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def routes(self) -> list[web.RouteDef]:
+        """What it serves."""
+        raise NotImplementedError
+
+    async def _with_faults(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.requests[request.path] += 1
+        fault = self._met(request.path)
+        match fault:
+            case Unauthorized():
+                return web.Response(status=401)
+            case Status(status=status):
+                return web.Response(status=status)
+            case Body(body=body):
+                return web.Response(body=body, headers=self.own_headers())
+            case Slow(seconds=seconds):
+                await asyncio.sleep(seconds)
+            case Cut():
+                response = web.StreamResponse(headers={"Content-Length": "1000"})
+                await response.prepare(request)
+                await response.write(b"{")
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            case None:
+                pass
+        return await handler(request)
+
+    def own_headers(self) -> dict[str, str]:
+        """Headers that every answer of the service has."""
+        return {}
+
+    def _met(self, path: str) -> Fault | None:
+        if self._fault is None or self._fault[2] not in path:
+            return None
+        fault, times, where = self._fault
+        if times is not None:
+            self._fault = (fault, times - 1, where) if times > 1 else None
+        return fault
+
+
+def _at(seconds: float) -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+def rfc3339(seconds: float) -> str:
+    """The wall time in so many seconds, as in 2017-09-18T08:22:00Z."""
+    return _at(seconds).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def http_date(seconds: float, *, weekday: bool = True) -> str:
+    """The wall time in so many seconds, as in Mon, 19 Sep 2016 18:29:47 GMT."""
+    return _at(seconds).strftime("%a, %d %b %Y %H:%M:%S GMT" if weekday else "%d %b %Y %H:%M:%S GMT")
+
+
+# --------------------------------------------------------------------------------------------------------- AWS
+
+
+class SimulatedAWS(MetadataServer):
+    """IMDSv2 of a spot instance in an Auto Scaling group."""
+
+    token_header = "X-aws-ec2-metadata-token"
+
+    def __init__(self, *, instance_id: str = "i-0123456789abcdef0", token_seconds: float = 3600.0) -> None:
+        super().__init__()
+        self.instance_id = instance_id
+        self.token_seconds = token_seconds
+        self.keys: dict[str, str] = {
+            "instance-id": instance_id,
+            "events/maintenance/scheduled": "[]",
+            "autoscaling/target-lifecycle-state": "InService",
+        }
+        """What is answered, by key; may be changed at will. A key that is not here is a 404."""
+        self._tokens: dict[str, float] = {}
+        self._numbers = itertools.count(1)
+
+    def interrupt(self, seconds: float = 120.0, action: str = "terminate", **more: str) -> None:
+        """Announce a spot interruption; `more` are fields that no client knows."""
+        record = {"action": action, "time": rfc3339(seconds), **more}
+        self.keys["spot/instance-action"] = json.dumps(record)
+
+    def recommend_rebalance(self) -> None:
+        """The hint that an interruption has become likely."""
+        self.keys["events/recommendations/rebalance"] = json.dumps({"noticeTime": rfc3339(0)})
+
+    def schedule(self, *, event_id: str, seconds: float, code: str = "system-reboot", state: str = "active") -> None:
+        """Add or change a scheduled event; `state` "canceled" or "completed" takes it back."""
+        events = [event for event in json.loads(self._scheduled()) if event["EventId"] != event_id]
+        event = {
+            "NotBefore": http_date(seconds, weekday=False),
+            "Code": code,
+            "Description": f"scheduled {code}",
+            "EventId": event_id,
+            "NotAfter": http_date(seconds + 3600, weekday=False),
+            "State": state,
+        }
+        self.keys["events/maintenance/scheduled"] = json.dumps([*events, event])
+
+    def _scheduled(self) -> str:
+        return self.keys["events/maintenance/scheduled"]
+
+    def forget_tokens(self) -> None:
+        """All tokens that were given out are void from now on."""
+        self._tokens.clear()
+
+    def routes(self) -> list[web.RouteDef]:
+        """The token, and the keys."""
+        return [
+            web.put("/latest/api/token", self._token),
+            web.get("/latest/meta-data/{key:.+}", self._key),
+        ]
+
+    async def _token(self, request: web.Request) -> web.Response:
+        asked = request.headers.get(f"{self.token_header}-ttl-seconds", "")
+        if not asked.isdigit() or not 1 <= int(asked) <= 21600:
+            return web.Response(status=400)
+        token = f"token-{next(self._numbers)}=="
+        seconds = min(float(asked), self.token_seconds)
+        self._tokens[token] = time.monotonic() + seconds
+        headers = {f"{self.token_header}-ttl-seconds": str(int(seconds))}
+        return web.Response(text=token, headers=headers)
+
+    async def _key(self, request: web.Request) -> web.Response:
+        token = request.headers.get(self.token_header, "")
+        if self._tokens.get(token, 0.0) <= time.monotonic():
+            return web.Response(status=401)
+        value = self.keys.get(request.match_info["key"])
+        return web.Response(status=404) if value is None else web.Response(text=value)
+
+
+# --------------------------------------------------------------------------------------------------------- GCP
+
+
+class SimulatedGCP(MetadataServer):
+    """Google's metadata server, with long polls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[str, str] = {"preempted": "FALSE", "maintenance-event": "NONE"}
+        """What is answered, by key; change it with `set`. Graceful shutdown is off until its key is set."""
+        self.waiting = 0
+        """Requests that wait for a change now."""
+
+    def preempt(self) -> None:
+        """`instance/preempted` becomes TRUE."""
+        self.set("preempted", "TRUE")
+
+    def maintain(self, event: str = "TERMINATE_ON_HOST_MAINTENANCE") -> None:
+        """Host maintenance; "NONE" takes it back, "MIGRATE_ON_HOST_MAINTENANCE" is a move."""
+        self.set("maintenance-event", event)
+
+    def shut_down(self) -> None:
+        """A graceful shutdown begins."""
+        self.set("shutdown-details/stop-state", "PENDING_STOP")
+
+    def set(self, key: str, value: str) -> None:
+        """Change a key; whoever waits for that gets it at once."""
+        self.keys[key] = value
+        self.changed()
+
+    def own_headers(self) -> dict[str, str]:
+        """What says that it is Google's."""
+        return {"Metadata-Flavor": "Google"}
+
+    def routes(self) -> list[web.RouteDef]:
+        """The instance's keys."""
+        return [web.get("/computeMetadata/v1/instance/{key:.*}", self._key)]
+
+    async def _key(self, request: web.Request) -> web.Response:
+        if request.headers.get("Metadata-Flavor") != "Google":
+            return web.Response(status=403)
+        key, query = request.match_info["key"], request.query
+        if query.get("wait_for_change") == "true":
+            await self._wait(key, query.get("last_etag", ""), float(query.get("timeout_sec", "3600")))
+        value = self.keys.get(key)
+        headers = self.own_headers()
+        if value is None:
+            return web.Response(status=200 if key == "" else 404, headers=headers)
+        return web.Response(text=value, headers=headers | {"ETag": self._etag(key)})
+
+    async def _wait(self, key: str, last_etag: str, seconds: float) -> None:
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(seconds):
+                while self._etag(key) == last_etag and self._fault is None:
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.waiting -= 1
+
+    def _etag(self, key: str) -> str:
+        return f"{zlib.crc32(self.keys.get(key, '').encode()):016x}"
+
+
+# ------------------------------------------------------------------------------------------------------- Azure
+
+
+class SimulatedAzure(MetadataServer):
+    """Scheduled events of a scale set, as one of its machines sees them."""
+
+    def __init__(self, *, name: str = "vmss_0") -> None:
+        super().__init__()
+        self.name = name
+        self.events: list[dict[str, Any]] = []
+        """What the document lists; may be changed at will."""
+        self.acknowledged: list[str] = []
+        self._incarnations = itertools.count(1)
+
+    def announce(
+        self,
+        event_id: str,
+        kind: str = "Preempt",
+        *,
+        seconds: float = 30.0,
+        machines: tuple[str, ...] = (),
+        **more: Any,
+    ) -> None:
+        """List an event, for this machine if no others are named."""
+        event = {
+            "EventId": event_id,
+            "EventType": kind,
+            "ResourceType": "VirtualMachine",
+            "Resources": list(machines or (self.name,)),
+            "EventStatus": "Scheduled",
+            "NotBefore": http_date(seconds),
+            "Description": "a rehearsal",
+            "EventSource": "Platform",
+            "DurationInSeconds": -1,
+            **more,
+        }
+        self.events = [*self.events, event]
+
+    def begin(self, event_id: str) -> None:
+        """The event has begun: it has no time any more."""
+        for event in self.events:
+            if event["EventId"] == event_id:
+                event |= {"EventStatus": "Started", "NotBefore": ""}
+
+    def withdraw(self, event_id: str) -> None:
+        """The event disappears: it is over, or will not happen."""
+        self.events = [event for event in self.events if event["EventId"] != event_id]
+
+    def routes(self) -> list[web.RouteDef]:
+        """Name and events."""
+        return [
+            web.get("/metadata/instance/compute/name", self._name),
+            web.get("/metadata/scheduledevents", self._document),
+            web.post("/metadata/scheduledevents", self._start),
+        ]
+
+    async def _name(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.name) if self._allowed(request) else web.Response(status=400)
+
+    async def _document(self, request: web.Request) -> web.Response:
+        if not self._allowed(request):
+            return web.Response(status=400)
+        return web.json_response({"DocumentIncarnation": next(self._incarnations), "Events": self.events})
+
+    async def _start(self, request: web.Request) -> web.Response:
+        if not self._allowed(request):
+            return web.Response(status=400)
+        try:
+            ids = [str(one["EventId"]) for one in json.loads(await request.read())["StartRequests"]]
+        except (ValueError, KeyError, TypeError):
+            return web.Response(status=400)
+        self.acknowledged += ids
+        for event_id in ids:
+            self.begin(event_id)
+        return web.Response()
+
+    @staticmethod
+    def _allowed(request: web.Request) -> bool:
+        return request.headers.get("Metadata") == "true" and "api-version" in request.query
+
+
+# ---------------------------------------------------------------------------------- Alibaba, Tencent, Volcengine
+
+
+class SimulatedAlibaba(SimulatedAWS):
+    """Metadata with Alibaba's token and its one key."""
+
+    token_header = "X-aliyun-ecs-metadata-token"
+
+    def interrupt(self, seconds: float = 300.0, action: str = "", **more: str) -> None:
+        """Announce the release."""
+        self.keys["instance/spot/termination-time"] = rfc3339(seconds)
+
+
+class SimulatedTencent(MetadataServer):
+    """Metadata with Tencent's one key, which says China's time and does not say so."""
+
+    instance_id = "ins-rehearsal"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time: str | None = None
+        """What is answered; None: a 404."""
+
+    def interrupt(self, seconds: float = 120.0) -> None:
+        """Announce the release."""
+        self.time = _at(seconds + 8 * 3600).strftime("%Y-%m-%d %H:%M:%S")
+
+    def routes(self) -> list[web.RouteDef]:
+        """The key, and what says whose machine this is."""
+        return [
+            web.get("/latest/meta-data/spot/termination-time", self._key),
+            web.get("/latest/meta-data/instance-id", self._id),
+        ]
+
+    async def _key(self, _: web.Request) -> web.Response:
+        return web.Response(status=404) if self.time is None else web.Response(text=self.time)
+
+    async def _id(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.instance_id)
+
+
+class SimulatedVolcengine(SimulatedTencent):
+    """Metadata of Volcengine or BytePlus; its time is UTC."""
+
+    instance_id = "i-rehearsal"
+
+    def interrupt(self, seconds: float = 300.0) -> None:
+        """Announce the release."""
+        self.time = rfc3339(seconds)
+
+    def routes(self) -> list[web.RouteDef]:
+        """The key, and what says whose machine this is."""
+        return [
+            web.get("/latest/spot_instance_termination_time", self._key),
+            web.get("/latest/instance_id", self._id),
+        ]
+
+
+class SimulatedOCI(MetadataServer):
+    """Metadata of Oracle's cloud: an instance's own id. What is announced there is pushed (`preemption_event`)."""
+
+    def __init__(self, *, instance_id: str = "ocid1.instance.oc1.phx.example") -> None:
+        super().__init__()
+        self.instance_id = instance_id
+
+    def routes(self) -> list[web.RouteDef]:
+        """The instance."""
+        return [web.get("/opc/v2/instance/", self._instance)]
+
+    async def _instance(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer Oracle":
+            return web.Response(status=403)
+        return web.json_response({"id": self.instance_id, "displayName": "a-rehearsal"})
+
+    def preemption_event(self, instance_id: str | None = None) -> dict[str, Any]:
+        """The event that Oracle's Events service emits; `instance_id`: about another machine."""
+        return {
+            "eventType": "com.oraclecloud.computeapi.instancepreemptionaction",
+            "cloudEventsVersion": "0.1",
+            "eventTypeVersion": "2.0",
+            "source": "ComputeApi",
+            "eventID": "7b6c6c0e-0000-0000-0000-000000000001",
+            "eventTime": rfc3339(0),
+            "contentType": "application/json",
+            "data": {
+                "resourceId": instance_id or self.instance_id,
+                "resourceName": "a-rehearsal",
+                "additionalDetails": {"preemptionAction": "TERMINATE"},
+            },
+        }
+
+
+def eventbridge_event(instance_id: str, kind: str = "EC2 Spot Instance Interruption Warning") -> dict[str, Any]:
+    """What EventBridge sends of a spot interruption or (`kind`) of a rebalance recommendation."""
+    detail = {"instance-id": instance_id}
+    if "Interruption" in kind:
+        detail["instance-action"] = "terminate"
+    return {
+        "version": "0",
+        "id": "12345678-1234-1234-1234-123456789012",
+        "detail-type": kind,
+        "source": "aws.ec2",
+        "account": "123456789012",
+        "time": rfc3339(0),
+        "region": "us-east-2",
+        "resources": [f"arn:aws:ec2:us-east-2:123456789012:instance/{instance_id}"],
+        "detail": detail,
+    }
