@@ -17,6 +17,7 @@ from orchestrator.agent.objects import HttpObjectServer
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import ProcessRuntime, Worker
 from orchestrator.clock import Clock, SystemClock
+from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.peers import PeerStore
 
@@ -36,6 +37,14 @@ class Runtime(Protocol):
 
     def end(self, worker: Worker) -> None:
         """End it at once, with everything it started."""
+        ...
+
+    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+        """What each of them does at this moment."""
+        ...
+
+    def ask_stacks(self, worker: Worker) -> bool:
+        """Have it write its stacks where its control block says; whether it can be expected to."""
         ...
 
 

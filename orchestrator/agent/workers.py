@@ -18,6 +18,8 @@ from pathlib import Path
 
 from orchestrator.agent import exec_worker
 from orchestrator.checkpoint.slots import ControlBlock, Record
+from orchestrator.health import stacks
+from orchestrator.health.progress import Reading, read_processes
 
 EVIDENCE_BYTES = 16384
 OUTPUT_BYTES = 1 << 20  # copied at most at a time
@@ -91,6 +93,14 @@ class ProcessRuntime:
         if worker.pidfd >= 0:
             signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
         _kill_group(worker)
+
+    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+        """See the port."""
+        return read_processes([worker.pid for worker in workers])
+
+    def ask_stacks(self, worker: Worker) -> bool:
+        """See the port."""
+        return stacks.ask(worker.pid, worker.pidfd, worker.control.stacks_path)
 
 
 def _gone(worker: Worker, on_exit: Callable[[Worker], None]) -> None:

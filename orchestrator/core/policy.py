@@ -84,9 +84,9 @@ def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str 
     refused = next((event for event in own if event.verdict == Verdict.REFUSED), None)
     if refused is not None:
         return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {last_words(refused)}")
-    failed = next((event for event in own if event.exit_code != 0), None)
-    if failed is None and fault is not None:
+    if fault is not None:  # how the others fell down then is its consequence
         return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=fault)
+    failed = next((event for event in own if event.exit_code != 0), None)
     if failed is None:
         return AfterExit(restart=True, counts_as_failure=False, exit_code=0, reason="no worker failed by itself")
     what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"

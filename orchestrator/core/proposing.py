@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import agreement, breaking, courses, settling, shards
+from orchestrator.core import agreement, breaking, courses, hanging, settling, shards
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, periodic_step
@@ -28,9 +28,11 @@ def on_progress(turn: Turn, event: Progress) -> None:
     ranks = turn.job.ranks
     for new in event.ranks:
         ranks = ranks.progress(new.rank, step=new.step, step_seconds=new.step_seconds, free_slots=new.free_slots)
-    if (ranks.steps.highest or 0) > turn.job.highest_step:
-        turn.set(progress_at_seconds=turn.now)
+    risen = (ranks.steps.highest or 0) > turn.job.highest_step
     turn.set(ranks=ranks)
+    if risen:
+        turn.set(progress_at_seconds=turn.now)
+        hanging.on_step(turn)
     job = turn.job
     if job.awaiting_first_step and job.phase is Phase.RUNNING and ranks.everyone <= ranks.moved:
         turn.set(awaiting_first_step=False)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
 from orchestrator.core.deadline import NOTHING_MEASURED, Choice, Course, Measured
+from orchestrator.core.hangs import NOTHING_SEEN, Quiet
 from orchestrator.core.ladder import Attempt
 from orchestrator.core.membership import Gang
 from orchestrator.core.messages import CheckpointId, GangReturned, Outcome
@@ -118,6 +119,8 @@ class JobSpec:
     """Pause before a generation is opened or a periodic save tried again after the store failed; doubles each time."""
     start_seconds: float = 1800.0
     """A generation of which not every rank has attached by then has failed."""
+    hang_seconds: float = 60.0
+    """No step for longer than this, than ten steps' time and than twice the longest pause is suspicious; 0: never."""
     overdue_seconds: float = 600.0
     """No commit for longer than this, and than the time of three periodic saves, is an alarm."""
     keep_last: int = 0
@@ -271,6 +274,8 @@ class Job(Changeable):
     sweep_problem: str | None = None
     """Why the last sweep did not do all that it should."""
     measured: Measured = NOTHING_MEASURED
+    quiet: Quiet = NOTHING_SEEN
+    """How long no step has come, and what was found out about that."""
     progress_at_seconds: float = 0.0
     """When the highest step rose last, or all ranks had attached."""
     awaiting_first_step: bool = False

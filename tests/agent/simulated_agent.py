@@ -17,6 +17,7 @@ from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.slots import WorkerPhase
 from orchestrator.core.messages import Action, Decide, Event, LaunchWorkers, Mode, Prepare
 from orchestrator.errors import StoreError
+from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore, Piece
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.supervisor.links import AgentLinks
@@ -70,6 +71,14 @@ class FakeRuntime:
         if not worker.exited:
             worker.ended_by_us = True
             self._loop.call_later(self.dies_after_seconds, self.exit, worker, -9)
+
+    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+        """See the port."""
+        return [Reading(state="S", traced=False, processor_seconds=0.0) for _ in workers]
+
+    def ask_stacks(self, worker: Worker) -> bool:
+        """See the port."""
+        return False
 
     def exit(self, worker: Worker, code: int) -> None:
         if not worker.exited:
