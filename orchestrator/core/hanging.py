@@ -7,20 +7,21 @@ not see while it stood still itself counts for nobody. How a hang is told from a
 from __future__ import annotations
 
 from orchestrator.core import breaking
-from orchestrator.core.hangs import PATIENCE, Sign, Verdict, judge, limit_seconds
+from orchestrator.core.hangs import PACES, PATIENCE, Sign, Verdict, judge, limit_seconds
 from orchestrator.core.messages import Look, Looked, Paused
 from orchestrator.core.states import Phase
 from orchestrator.core.turn import Turn
 
 STOOD_STILL_SECONDS = 5.0  # between two ticks: more than any load makes of a tenth of a second
 ANSWER_SECONDS = 10.0  # that a node has to say what its workers do
+ASK_AGAIN_SECONDS = 2.0
 HANG_SUSPECTED = "hang suspected"
 HANG_JUDGED = "hang judged"
 HANG_OVER = "hang over"
 
 
-def on_step(turn: Turn) -> None:
-    """The highest step has risen: how long that took is a pause that was none."""
+def on_steps(turn: Turn, steps: int) -> None:
+    """The highest step has risen by so many; how long that took is a pause that was no hang."""
     job = turn.job
     if job.phase is not Phase.RUNNING:
         return
@@ -28,17 +29,15 @@ def on_step(turn: Turn) -> None:
     took = _quiet_seconds(turn)
     if quiet.asked_at_seconds is not None:
         turn.note(HANG_OVER, f"step {job.highest_step} came after {took:.0f} s", step=job.highest_step)
-    longest = (
-        quiet.longest_seconds if job.awaiting_first_step or _stood_still(turn) else max(quiet.longest_seconds, took)
-    )
-    turn.set(
-        quiet=quiet.changed(since_seconds=turn.now, longest_seconds=longest, asked_at_seconds=None, looks={}, told="")
-    )
+    if not job.awaiting_first_step and not _stood_still(turn):
+        paces = (*quiet.paces_seconds, took / steps)[-PACES:]
+        quiet = quiet.changed(paces_seconds=paces, longest_seconds=max(quiet.longest_seconds, took))
+    turn.set(quiet=quiet.changed(since_seconds=turn.now, asked_at_seconds=None, looks={}, told=""))
 
 
 def begin(turn: Turn) -> None:
-    """Another gang: what was learnt of pauses stays."""
-    turn.set(quiet=turn.job.quiet.changed(pauses={}, asked_at_seconds=None, looks={}, told=""))
+    """Another gang, perhaps of another size: what was learnt of pauses stays, but not how fast it is."""
+    turn.set(quiet=turn.job.quiet.changed(paces_seconds=(), pauses={}, asked_at_seconds=None, looks={}, told=""))
 
 
 def on_paused(turn: Turn, event: Paused) -> None:
@@ -85,9 +84,11 @@ def watch(turn: Turn) -> None:
     if asked is None:
         if _quiet_seconds(turn) > limit:
             _suspect(turn, limit)
-    elif turn.now - asked >= max(limit, ANSWER_SECONDS + 1.0):
+        return
+    waited, known = turn.now - asked, len(job.quiet.looks) == len(turn.gang_nodes())
+    if waited >= max(limit, ASK_AGAIN_SECONDS if known else ANSWER_SECONDS + ASK_AGAIN_SECONDS):
         _ask(turn)
-    elif turn.now - asked >= ANSWER_SECONDS:
+    elif waited >= ANSWER_SECONDS:
         _judge_if_known(turn, all_have_answered=True)
 
 
@@ -111,11 +112,7 @@ def _quiet_seconds(turn: Turn) -> float:
 def _limit_seconds(turn: Turn) -> float:
     """The first step compiles: it has the time that a start has."""
     job = turn.job
-    limit = limit_seconds(
-        least_seconds=job.spec.hang_seconds,
-        step_seconds=job.ranks.step_seconds.highest or 0.0,
-        longest_seconds=job.quiet.longest_seconds,
-    )
+    limit = limit_seconds(job.quiet, job.spec.hang_seconds)
     return max(limit, job.spec.start_seconds) if job.awaiting_first_step else limit
 
 

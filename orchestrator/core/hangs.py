@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from types import MappingProxyType
 
 from orchestrator.core.membership import Gang
@@ -18,6 +19,7 @@ from orchestrator.core.messages import Looked, RankLook
 from orchestrator.core.values import Changeable
 
 STEPS_QUIET = 10
+PACES = 9  # from which a step's time is taken: their median, so that a pause does not count
 PAUSES_QUIET = 2
 STOPPED, UNINTERRUPTIBLE = "T", "D"
 IDLE_SECONDS = 0.1  # of processor time in a look's second: less is nothing
@@ -49,6 +51,8 @@ class Quiet(Changeable):
     """The last step, or the end of what does not count."""
     watched_at_seconds: float = 0.0
     """When this was last looked at: a supervisor that stood still saw nothing."""
+    paces_seconds: tuple[float, ...] = ()
+    """What a step took, of the last few times that steps came; a pause may be among them."""
     longest_seconds: float = 0.0
     """The longest time without a step that ended with one, but for the first step of a generation."""
     pauses: Mapping[str, float] = field(default_factory=dict)
@@ -77,9 +81,10 @@ class Verdict:
     words: str
 
 
-def limit_seconds(*, least_seconds: float, step_seconds: float, longest_seconds: float) -> float:
-    """A time without a step that is suspicious: ten steps' time, and twice the longest pause that was none."""
-    return max(least_seconds, STEPS_QUIET * step_seconds, PAUSES_QUIET * longest_seconds)
+def limit_seconds(quiet: Quiet, least_seconds: float) -> float:
+    """A time without a step that is suspicious: ten steps' time, and twice the longest pause that was no hang."""
+    step_seconds = median(quiet.paces_seconds) if quiet.paces_seconds else 0.0
+    return max(least_seconds, STEPS_QUIET * step_seconds, PAUSES_QUIET * quiet.longest_seconds)
 
 
 def judge(gang: Gang, looks: Iterable[RankLook]) -> Verdict | None:
@@ -120,7 +125,8 @@ def _held(gang: Gang, seen: list[RankLook], held: list[RankLook]) -> Verdict:
         words = f"{_names(gang, [look.rank for look in stopped])} {_is(stopped)} stopped (state T)"
         return _verdict(Sign.STOPPED, stopped, words)
     names = _names(gang, [look.rank for look in held])
-    words = f"{names} {_is(held)} in a wait that cannot be interrupted (state D: a disk or a network file system){_where(held)}"
+    why = "state D: a disk or a network file system"
+    words = f"{names} {_is(held)} in a wait that cannot be interrupted ({why}){_where(held)}"
     if len(held) == len(seen):
         return _verdict(Sign.ALL_BLOCKED, [], f"{words}; so is every rank that can be seen: ending them would not help")
     return _verdict(Sign.BLOCKED, held, words)

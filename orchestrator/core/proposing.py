@@ -28,11 +28,11 @@ def on_progress(turn: Turn, event: Progress) -> None:
     ranks = turn.job.ranks
     for new in event.ranks:
         ranks = ranks.progress(new.rank, step=new.step, step_seconds=new.step_seconds, free_slots=new.free_slots)
-    risen = (ranks.steps.highest or 0) > turn.job.highest_step
+    steps = (ranks.steps.highest or 0) - turn.job.highest_step
     turn.set(ranks=ranks)
-    if risen:
+    if steps > 0:
         turn.set(progress_at_seconds=turn.now)
-        hanging.on_step(turn)
+        hanging.on_steps(turn, steps)
     job = turn.job
     if job.awaiting_first_step and job.phase is Phase.RUNNING and ranks.everyone <= ranks.moved:
         turn.set(awaiting_first_step=False)

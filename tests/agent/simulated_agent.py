@@ -55,6 +55,8 @@ class FakeRuntime:
         self._on_exit: dict[int, Callable[[Worker], None]] = {}
         self.launched: list[Worker] = []
         self.dies_after_seconds = 0.01
+        self.readings: dict[int, list[Reading]] = {}
+        """Rank → what is seen of it, one look after another; without any it waits."""
 
     def launch(
         self, worker: Worker, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[Worker], None]
@@ -74,7 +76,8 @@ class FakeRuntime:
 
     def read(self, workers: Sequence[Worker]) -> list[Reading]:
         """See the port."""
-        return [Reading(state="S", traced=False, processor_seconds=0.0) for _ in workers]
+        quiet = Reading(state="S", traced=False, processor_seconds=0.0)
+        return [self.readings[one.rank].pop(0) if self.readings.get(one.rank) else quiet for one in workers]
 
     def ask_stacks(self, worker: Worker) -> bool:
         """See the port."""

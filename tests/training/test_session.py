@@ -821,3 +821,41 @@ def test_a_launch_file_comes_back_and_is_the_owners_alone(tmp_path: Path) -> Non
     assert Launch.read(path) == place
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["launch.json"]
+
+
+# ------------------------------------------------------------------------------------------------- pauses
+
+
+def test_a_pause_is_told_while_it_lasts(stage: Stage) -> None:
+    agent = stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    now_ns = stage.time.monotonic_ns()
+    with run.pause(seconds=10.0):
+        assert agent.control.pause_until_ns == now_ns + 10 * 10**9
+        with run.pause(seconds=5.0):
+            assert agent.control.pause_until_ns == now_ns + 10 * 10**9, "the outer one ends later"
+    assert agent.control.pause_until_ns == 0
+
+
+def test_a_pause_ends_when_it_fails(stage: Stage) -> None:
+    agent = stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="evaluation"), run.pause():
+        raise ValueError("evaluation")
+    assert agent.control.pause_until_ns == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e10, float("nan")])
+def test_a_pause_needs_a_length(seconds: float, stage: Stage) -> None:
+    stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match="seconds"), run.pause(seconds):
+        pass
+
+
+def test_whoever_leaves_the_loop_takes_no_step_any_more(stage: Stage) -> None:
+    agent = stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    for _ in run.steps(until=3):
+        break
+    assert agent.control.pause_until_ns > stage.time.monotonic_ns()
