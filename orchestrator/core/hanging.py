@@ -9,7 +9,7 @@ from __future__ import annotations
 from orchestrator.core import breaking
 from orchestrator.core.hangs import PACES, PATIENCE, Sign, Verdict, judge, limit_seconds
 from orchestrator.core.messages import Look, Looked, Paused
-from orchestrator.core.states import Phase
+from orchestrator.core.states import Job, Phase
 from orchestrator.core.turn import Turn
 
 STOOD_STILL_SECONDS = 5.0  # between two ticks: more than any load makes of a tenth of a second
@@ -26,13 +26,25 @@ def on_steps(turn: Turn, steps: int) -> None:
     if job.phase is not Phase.RUNNING:
         return
     quiet = job.quiet
-    took = _quiet_seconds(turn)
+    took = _quiet_seconds(turn.job, turn.now)
     if quiet.asked_at_seconds is not None:
         turn.note(HANG_OVER, f"step {job.highest_step} came after {took:.0f} s", step=job.highest_step)
     if not job.awaiting_first_step and not _stood_still(turn):
         paces = (*quiet.paces_seconds, took / steps)[-PACES:]
         quiet = quiet.changed(paces_seconds=paces, longest_seconds=max(quiet.longest_seconds, took))
     turn.set(quiet=quiet.changed(since_seconds=turn.now, asked_at_seconds=None, looks={}, told=""))
+
+
+def seconds_without_step(job: Job, now_seconds: float) -> float | None:
+    """While steps are to be expected: how long none has come, as far as that counts."""
+    return _quiet_seconds(job, now_seconds) if job.phase is Phase.RUNNING else None
+
+
+def suspicion(job: Job) -> str | None:
+    """What is known of a hang that is suspected just now."""
+    if job.quiet.asked_at_seconds is None:
+        return None
+    return job.quiet.told or "suspected: the nodes are asked what their workers do"
 
 
 def begin(turn: Turn) -> None:
@@ -82,7 +94,7 @@ def watch(turn: Turn) -> None:
     limit = _limit_seconds(turn)
     asked = job.quiet.asked_at_seconds
     if asked is None:
-        if _quiet_seconds(turn) > limit:
+        if _quiet_seconds(turn.job, turn.now) > limit:
             _suspect(turn, limit)
         return
     waited, known = turn.now - asked, len(job.quiet.looks) == len(turn.gang_nodes())
@@ -103,10 +115,9 @@ def _stood_still(turn: Turn) -> bool:
     return turn.now - max(watched, turn.job.since_seconds) > STOOD_STILL_SECONDS
 
 
-def _quiet_seconds(turn: Turn) -> float:
-    job = turn.job
-    paused_until = min(max(job.quiet.pauses.values(), default=0.0), turn.now)
-    return turn.now - max(job.quiet.since_seconds, job.since_seconds, paused_until)
+def _quiet_seconds(job: Job, now_seconds: float) -> float:
+    paused_until = min(max(job.quiet.pauses.values(), default=0.0), now_seconds)
+    return now_seconds - max(job.quiet.since_seconds, job.since_seconds, paused_until)
 
 
 def _limit_seconds(turn: Turn) -> float:
@@ -132,11 +143,12 @@ def _suspect(turn: Turn, limit: float) -> None:
     told, more = behind[: breaking.MISSING_TOLD_MAX], len(behind) - breaking.MISSING_TOLD_MAX
     others = f" and {more} more" if more > 0 else ""
     who = f"all ranks are at step {lowest}" if alike else f"ranks {told}{others} are behind, at step {lowest}"
+    seconds = _quiet_seconds(job, turn.now)
     turn.note(
         HANG_SUSPECTED,
-        f"no step after {job.highest_step} for {_quiet_seconds(turn):.0f} s (the limit is {limit:.0f} s): {who}",
+        f"no step after {job.highest_step} for {seconds:.0f} s (the limit is {limit:.0f} s): {who}",
         step=job.highest_step,
-        facts=turn.facts(quiet_seconds=_quiet_seconds(turn), limit_seconds=limit),
+        facts=turn.facts(quiet_seconds=seconds, limit_seconds=limit),
     )
     _ask(turn)
 
@@ -159,7 +171,7 @@ def _judge_if_known(turn: Turn, *, all_have_answered: bool = False) -> None:
     verdict = judge(job.gang, [look for answer in looks.values() for look in answer.ranks])
     if verdict is None:
         return  # nobody answers: the supervisor may be the one that is cut off
-    quiet_seconds, patience = _quiet_seconds(turn), PATIENCE[verdict.sign]
+    quiet_seconds, patience = _quiet_seconds(turn.job, turn.now), PATIENCE[verdict.sign]
     _tell(turn, verdict, quiet_seconds)
     if job.spec.attached or patience is None:
         return
