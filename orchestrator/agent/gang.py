@@ -426,6 +426,7 @@ class LocalGang:
             verdict=verdict,
             ended_by_us=worker.ended_by_us,
             evidence=processes.evidence(worker),
+            memory_kills=worker.memory_kills if worker.exited else None,
         )
 
     # -- slots -------------------------------------------------------------------------------------------

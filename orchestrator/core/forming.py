@@ -100,7 +100,7 @@ def request_missing(turn: Turn) -> None:
 def _give_back(turn: Turn) -> None:
     job = turn.job
     too_many = job.nodes_requested == 0 and job.available_count > job.wanted_nodes
-    unwanted = job.quiet.unwanted & job.nodes.keys()
+    unwanted = {name: why for name, why in job.unwanted.items() if name in job.nodes}
     if job.spec.attached or not (too_many or job.going or unwanted):
         return
     extra = set(job.available[job.wanted_nodes :]) if too_many else set()
@@ -108,7 +108,7 @@ def _give_back(turn: Turn) -> None:
         if node.going:
             release(turn, name, "it was announced to go, and nothing of it is needed any more")
         elif name in unwanted:
-            release(turn, name, "its ranks held the others up twice in a row")
+            release(turn, name, unwanted[name])
         elif name in extra:
             release(turn, name, f"the job runs on {counted(job.wanted_nodes, 'node')} now")
 

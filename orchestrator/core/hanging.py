@@ -209,14 +209,7 @@ def _end(turn: Turn, verdict: Verdict, quiet_seconds: float) -> None:
     job = turn.job
     node, quiet = _node(turn, verdict), job.quiet
     longest = quiet.longest_seconds if verdict.sign is Sign.STOPPED else max(quiet.longest_seconds, quiet_seconds)
-    unwanted = quiet.unwanted
-    if node is not None and node == quiet.blamed and _can_do_without(turn, node):
-        unwanted |= {node}
-    turn.set(quiet=quiet.changed(longest_seconds=longest, blamed=node, unwanted=unwanted))
+    if node is not None and node == quiet.blamed:
+        breaking.do_without(turn, node, "its ranks held the others up twice in a row")
+    turn.set(quiet=quiet.changed(longest_seconds=longest, blamed=node))
     breaking.fail_gang(turn, f"hang: no step after {job.highest_step} for {quiet_seconds:.0f} s; {verdict.words}")
-
-
-def _can_do_without(turn: Turn, node: str) -> bool:
-    job = turn.job
-    rest = job.available_count - (node in job.nodes and node not in job.going)
-    return rest >= min(job.spec.nodes_min, job.wanted_nodes)

@@ -64,8 +64,6 @@ class Quiet(Changeable):
     """What was said of this inquiry last."""
     blamed: str | None = None
     """The node whose rank was named as the culprit of the last hang."""
-    unwanted: frozenset[str] = frozenset()
-    """Nodes that were blamed twice in a row: given back when the gang is formed anew."""
 
 
 NOTHING_SEEN = Quiet()

@@ -383,6 +383,8 @@ class RankExited:
     verdict: Verdict
     ended_by_us: bool
     evidence: str
+    memory_kills: int | None = None
+    """Kills for want of memory that the kernel counted in its cgroup while it ran; None: that cannot be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

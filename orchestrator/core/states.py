@@ -207,6 +207,8 @@ class Job(Changeable):
     """The nodes that a notice has named."""
     expected: frozenset[str] = frozenset()
     """Nodes that an earlier supervisor left running and that may still report."""
+    unwanted: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that are given back before the next gang is formed, and why."""
     given_back: frozenset[str] = frozenset()
     """Nodes that were given back before they reported: one that does so all the same is about to be ended."""
     expect_until_seconds: float = 0.0
