@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import breaking, finishing, hanging, leaving, nearby, preflight, proposing, returning, shards
+from orchestrator.core import (
+    breaking,
+    finishing,
+    hanging,
+    leaving,
+    nearby,
+    preflight,
+    proposing,
+    returning,
+    shards,
+    straggling,
+)
 from orchestrator.core.ladder import evidence, growing_seconds
 from orchestrator.core.membership import choose_size, form, order
 from orchestrator.core.messages import (
@@ -183,6 +194,7 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
         taken_back=False,
     )
     hanging.begin(turn)
+    straggling.begin(turn)
     turn.go(Trigger.OPENED)
     for place in gang.places:
         turn.do(

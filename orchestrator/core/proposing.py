@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import agreement, breaking, courses, hanging, settling, shards
+from orchestrator.core import agreement, breaking, courses, hanging, settling, shards, straggling
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, periodic_step
@@ -42,6 +42,7 @@ def on_progress(turn: Turn, event: Progress) -> None:
         facts = turn.facts(seconds=None if since is None else turn.now - since)
         turn.note("first good step", f"step {job.lowest_step} is done", step=job.lowest_step, facts=facts)
         turn.set(broken_at_seconds=None)
+    straggling.on_progress(turn, event, first=steps > 0)
     if job.taken_back:
         _find_missed(turn, event)
     drive(turn)

@@ -17,7 +17,7 @@ from orchestrator.core.hangs import NOTHING_SEEN, Quiet
 from orchestrator.core.ladder import Attempt
 from orchestrator.core.membership import Gang
 from orchestrator.core.messages import CheckpointId, GangReturned, Outcome
-from orchestrator.core.ranks import NO_RANKS, NOBODY, Ranks, RankSet
+from orchestrator.core.ranks import NO_RACE, NO_RANKS, NOBODY, Race, Ranks, RankSet
 from orchestrator.core.values import Changeable
 
 
@@ -278,6 +278,8 @@ class Job(Changeable):
     measured: Measured = NOTHING_MEASURED
     quiet: Quiet = NOTHING_SEEN
     """How long no step has come, and what was found out about that."""
+    race: Race = NO_RACE
+    """Who comes last to the boundary."""
     progress_at_seconds: float = 0.0
     """When the highest step rose last, or all ranks had attached."""
     awaiting_first_step: bool = False
