@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from orchestrator.agent.client import WebSocketConnector
@@ -17,8 +18,10 @@ from orchestrator.agent.objects import HttpObjectServer
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import ProcessRuntime, Worker
 from orchestrator.clock import Clock, SystemClock
+from orchestrator.health.host import HostReading, read_host
 from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.peers import PeerStore
 
 OnExit = Callable[[Worker], None]
@@ -73,6 +76,8 @@ class AgentPorts:
     """(URL, token) → what another node's object server serves, while it is wanted."""
     sleep: Callable[[float], None] = time.sleep
     """In a thread of its own."""
+    read_host: Callable[[], HostReading] | None = None
+    """Without it the host is not watched."""
     look_seconds_busy: float = 0.005
     """Between two looks at the control blocks while an agreement is open."""
     look_seconds_idle: float = 0.05
@@ -80,6 +85,7 @@ class AgentPorts:
 
 def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
     """Processes, sockets and clocks of this machine."""
+    folders = [settings.logs, *([Path(store.url)] if isinstance(store, FolderStore) else [])]
     return AgentPorts(
         store=store,
         clock=SystemClock(),
@@ -87,4 +93,5 @@ def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
         runtime=ProcessRuntime(),
         object_server=HttpObjectServer(),
         open_peer=PeerStore,
+        read_host=lambda: read_host(folders),
     )

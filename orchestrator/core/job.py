@@ -20,6 +20,7 @@ from orchestrator.core import (
     growing,
     handovers,
     hanging,
+    hosts,
     leaving,
     overdue,
     proposing,
@@ -37,6 +38,7 @@ from orchestrator.core.messages import (
     GenerationOpened,
     GenerationRefused,
     HandedOver,
+    HostReported,
     IndexDecided,
     IndexFailed,
     Looked,
@@ -106,6 +108,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             hanging.on_paused(turn, event)
         case Looked():
             hanging.on_looked(turn, event)
+        case HostReported():
+            hosts.on_reported(turn, event)
         case SaveAsked():
             proposing.on_save_asked(turn, event)
         case Echoed():

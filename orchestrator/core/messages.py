@@ -265,6 +265,16 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostReported:
+    """Something is wrong with the host under a node's workers, or is well again (`problem` None)."""
+
+    node: str
+    what: str
+    """A folder, or memory."""
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAsked:
     """The script called `run.save()`."""
 
@@ -459,6 +469,7 @@ Event = (
     | Progress
     | Paused
     | Looked
+    | HostReported
     | SaveAsked
     | Echoed
     | Refused

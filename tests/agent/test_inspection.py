@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.core.messages import Look, Looked, Paused
+from orchestrator.core.messages import HostReported, Look, Looked, Paused
+from orchestrator.health.host import HostReading, Room
 from orchestrator.health.progress import Reading
 from tests.agent.simulated_agent import GENERATION, NODE, Scene
 from tests.agent.test_away import running
@@ -66,5 +68,22 @@ def test_pauses_are_told_once_for_the_longest_of_the_node(tmp_path: Path) -> Non
         await asyncio.sleep(1)
         told = [event.remaining_seconds for event in scene.supervisor.kinds(Paused)]
         assert [None if left is None else round(left, -1) for left in told] == [100, 50, None]
+
+    scene.play(story)
+
+
+def test_the_host_is_told_of_when_something_changes(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    free = iter([50, 1, 1, 50, 50, 50, 50])
+
+    def read() -> HostReading:
+        return HostReading(rooms={"/logs": Room(free_bytes=next(free), total_bytes=100)}, stalled_percent=None)
+
+    scene.agent._ports = replace(scene.agent._ports, read_host=read)
+
+    async def story() -> None:
+        await asyncio.sleep(45)
+        told = [(event.what, event.problem is None) for event in scene.supervisor.kinds(HostReported)]
+        assert told == [("/logs", False), ("/logs", True)]
 
     scene.play(story)

@@ -61,12 +61,13 @@ def children() -> Iterator[list[Child]]:
         child.end()
 
 
-def wait_for_text(path: Path) -> str:
-    """The file's content once it is whole."""
+def ask_until(child: Child, path: Path, wanted: str) -> str:
+    """What it writes once it is where it shall be."""
     until = time.monotonic() + 20
-    while "<module>" not in stacks.read(path):
+    while wanted not in stacks.read(path):
         assert time.monotonic() < until
-        time.sleep(0.01)
+        assert stacks.ask(child.process.pid, child.pidfd, path)
+        time.sleep(0.05)
     return stacks.read(path)
 
 
@@ -74,12 +75,10 @@ def test_a_thread_that_waits_for_ever_says_where(tmp_path: Path, children: list[
     path = tmp_path / "stacks"
     child = Child(LISTENS, str(path))
     children.append(child)
-    assert stacks.ask(child.process.pid, child.pidfd, path)
-    place = main_thread(wait_for_text(path), int(child.said))
+    place = main_thread(ask_until(child, path, "in forever"), int(child.said))
     assert place == Place(waits=False, words="<string>:8 in forever")
     path.write_text("of an earlier time\n")
-    assert stacks.ask(child.process.pid, child.pidfd, path)
-    assert "earlier" not in wait_for_text(path), "each answer stands alone"
+    assert "earlier" not in ask_until(child, path, "in forever"), "each answer stands alone"
 
 
 def test_nothing_is_sent_to_one_that_does_not_listen(tmp_path: Path, children: list[Child]) -> None:
