@@ -25,12 +25,13 @@ LIMIT_SECONDS = {
     "load": 30,
     "ranks": 70,
     "remap": 35,
+    "uploading": 60,
     "memory": 20,
     "boundary": 20,
 }
 """Script → seconds for each of its states (`ranks`, `boundary`: for all); each adds what its start and checks take."""
-QUICK_WORDS = {"inflation": ["--state", "B"]}
-"""With `--quick`: a job takes seconds to start, one will do."""
+QUICK_WORDS = {"inflation": ["--state", "B"], "uploading": ["--state", "A"]}
+"""With `--quick`: jobs and servers take seconds to start, one will do."""
 SCRIPT_SECONDS_MAX = 600
 
 

@@ -39,6 +39,7 @@ from orchestrator.training.saved_state import SavedState
 from orchestrator.training.session import Run
 
 GENERATION = 1
+JOB = "benchmark"
 TOKEN = "of-a-benchmark"
 ROOT = Path(__file__).parents[1]
 
@@ -54,7 +55,7 @@ def model_of(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
 def launch(staging: Path, rank: int = 0, world_size: int = 1) -> Launch:
     """A worker's place in a job that is not there."""
     return Launch(
-        job="benchmark",
+        job=JOB,
         generation=GENERATION,
         rank=rank,
         world_size=world_size,
@@ -103,7 +104,11 @@ class Rank:
             world_size=self._place.world_size,
             absent=(),
         )
-        asyncio.run(_upload(store, place, self._place.slot_paths[step % SLOTS], size_bytes))
+        asyncio.run(_upload(store, place, self.slot(step), size_bytes))
+
+    def slot(self, step: int) -> Path:
+        """Where the shard of a step is staged."""
+        return self._place.slot_paths[step % SLOTS]
 
     def save(self, store: ObjectStore, step: int) -> None:
         """A blocking save of a job of this rank alone: staged, durable, committed; one after the other."""
@@ -112,7 +117,7 @@ class Rank:
 
     def near(self, store: ObjectStore, step: int) -> NearStore:
         """The store as a worker of the next generation sees it, while this rank's slot holds the shard of the step."""
-        path = self._place.slot_paths[step % SLOTS]
+        path = self.slot(step)
         size_bytes = read_committed(store, checkpoint_of(step)).by_rank[self._place.rank].size_bytes
         held = HeldShard(checkpoint=checkpoint_of(step), rank=self._place.rank, path=path, size_bytes=size_bytes)
         return NearStore(store, store, [held], held_elsewhere=False)
@@ -124,7 +129,7 @@ class Rank:
         agent.ask(
             job=self._place.job,
             control=str(self._place.control_path),
-            slot=str(self._place.slot_paths[index]),
+            slot=str(self.slot(step)),
             index=index,
             step=step,
         )
@@ -201,6 +206,11 @@ def commit_step(store: ObjectStore, step: int) -> None:
 def checkpoint_of(step: int) -> CheckpointId:
     """Of the one generation here."""
     return CheckpointId(generation=GENERATION, step=step)
+
+
+def shard_key(step: int) -> str:
+    """Of a job of one rank."""
+    return fmt.shard_key(checkpoint_of(step), 0, 1)
 
 
 class BareSlot:

@@ -9,14 +9,12 @@ sum is a line of its own. For comparison, `dcp.save` and `dcp.async_save`, which
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 from benchmarks import engine, rivals
+from benchmarks.costs import peak_extra_bytes
 from benchmarks.measuring import (
     MEMORY,
     MIB,
@@ -32,8 +30,6 @@ from benchmarks.measuring import (
     scratch,
     show,
 )
-
-LOOK_SECONDS = 0.0005
 
 
 def main() -> None:
@@ -81,34 +77,6 @@ def lines_of(what: str, samples: Samples) -> list[Line]:
         samples.line("G14", what, than="dcp.save", must=None, unit="MiB", floor="staged"),
         samples.line("G14", what, than="dcp.async_save", must=None, unit="MiB", floor="staged"),
     ]
-
-
-def peak_extra_bytes(act: Callable[[], object]) -> int:
-    """The most anonymous memory of this process during an act, beyond what it had before."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else what an earlier save has freed would be taken again unseen
-    before = highest = anonymous_bytes()
-    ended = threading.Event()
-
-    def look() -> None:
-        nonlocal highest
-        while not ended.wait(LOOK_SECONDS):
-            highest = max(highest, anonymous_bytes())
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        act()
-    finally:
-        ended.set()
-        watcher.join()
-    return highest - before
-
-
-def anonymous_bytes() -> int:
-    """Resident memory that is no file and no shared memory."""
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""What the checkpoint engine is compared with: torch's own checkpoints, safetensors, two libraries, and bare bytes.
+"""What the checkpoint engine is compared with: torch's own checkpoints, safetensors, three libraries, and bare bytes.
 
-All files are flushed to the disk before a save counts, as ours are. `torchsnapshot` and `torch_checkpointing` are
-used where they are installed (`make bench` installs them); `import_problem` says why one is not.
+All files are flushed to the disk before a save counts, as ours are. `torchsnapshot`, `torch_checkpointing` and
+`s3torchconnector` are used where they are installed (`make bench` installs them); `import_problem` says why one is not.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import shutil
 import warnings
@@ -120,6 +121,27 @@ def _flush(path: Path) -> None:
 def remove(folder: Path) -> None:
     """A checkpoint that was measured."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+# --------------------------------------------------------------------------------------------- into a bucket
+
+
+def dcp_save_s3(tensors: Tensors, url: str) -> None:
+    """torch.distributed.checkpoint with s3torchconnector's writer, as its manual says; the endpoint is a variable's."""
+    library = importlib.import_module("s3torchconnector")
+    writers = importlib.import_module("s3torchconnector.dcp")
+    config = library.S3ClientConfig(force_path_style=True)
+    with quiet():
+        writer = writers.S3StorageWriter(os.environ["AWS_REGION"], url, s3client_config=config)
+        dcp.save(dict(tensors), storage_writer=writer)
+
+
+def torch_save_s3(tensors: Tensors, client: Any, bucket: str, key: str) -> None:
+    """torch.save into memory, then boto3's transfer manager with its defaults."""
+    data = io.BytesIO()
+    torch.save(dict(tensors), data)
+    data.seek(0)
+    client.upload_fileobj(data, bucket, key)
 
 
 # --------------------------------------------------------------------------------------- other libraries

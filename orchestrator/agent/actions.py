@@ -31,6 +31,7 @@ from orchestrator.core.messages import (
     RecordEnd,
     Refusal,
     SecondReading,
+    Superseded,
     Sweep,
     Swept,
 )
@@ -146,7 +147,15 @@ class StoreActions:
             return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, problem=str(error))
         return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, mismatch=mismatch)
 
-    async def record_end(self, action: RecordEnd) -> EndRecorded:
+    async def superseded(self, generation: int) -> Superseded | None:
+        """Whether another run has claimed a higher generation by now. A store that cannot say is asked again later."""
+        try:
+            reason = await asyncio.to_thread(generations.successor, self._store, self._who, generation)
+        except (StoreError, FormatError):
+            return None
+        return None if reason is None else Superseded(node=self._settings.node, reason=reason)
+
+    async def record_end(self, action: RecordEnd) -> EndRecorded | Superseded:
         """Write the end record. Where the job is done there is time to let the last sweep end first."""
         if action.outcome is Outcome.DONE:
             async with self._sweeping:
@@ -155,6 +164,8 @@ class StoreActions:
             await asyncio.to_thread(
                 generations.record_end, self._store, self._who, action.outcome, action.reason, self._clock.wall()
             )
+        except FencedError as error:
+            return Superseded(node=self._settings.node, reason=str(error))
         except (StoreError, FormatError) as error:
             return EndRecorded(node=self._settings.node, reason=str(error))
         return EndRecorded(node=self._settings.node)

@@ -195,10 +195,11 @@ class LocalGang:
             if action.step >= worker.control.outcome()[1]:  # an older step may be settled later
                 worker.control.set_outcome(outcome, action.step)
 
-    def release_workers(self) -> None:
-        """Attached workers: nothing more will happen; leave now or go on alone."""
+    def release_workers(self, *, superseded: bool) -> None:
+        """Attached workers: nothing more will happen; leave now or go on alone. Superseded: another run goes on."""
+        outcome = LeaveOutcome.SUPERSEDED if superseded else LeaveOutcome.RELEASED
         for worker in self.workers:
-            worker.control.set_outcome(LeaveOutcome.RELEASED, worker.control.step or 0)
+            worker.control.set_outcome(outcome, worker.control.step or 0)
 
     def end(self) -> None:
         """SIGKILL all workers."""

@@ -119,6 +119,8 @@ class Agent:
         self._echo = settings.echo_output
         self._over = asyncio.Event()
         self._failed = False
+        self._superseded = False
+        """Another run of the job has taken its place."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, handle_signals: bool = True) -> str:
@@ -151,7 +153,7 @@ class Agent:
             if self._settings.attach_folder is None:
                 await self._end_gang(self._gang)
             else:
-                self._gang.release_workers()
+                self._gang.release_workers(superseded=self._superseded)
         for task in (*tasks, *self._tasks):
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
@@ -286,13 +288,13 @@ class Agent:
             case OpenGeneration():
                 self._spawn(self._report(self._actions.open_generation(action)))
             case Commit():
-                self._spawn(self._report(self._actions.commit(action)))
+                self._spawn(self._report_and_look(self._actions.commit(action), action.generation))
             case Abandon():
-                self._spawn(self._report(self._actions.abandon(action)))
+                self._spawn(self._report_and_look(self._actions.abandon(action), action.generation))
             case HandOver():
                 self._spawn(self._hand_overs.take(action))
             case Sweep():
-                self._spawn(self._report(self._actions.sweep(action)))
+                self._spawn(self._report_and_look(self._actions.sweep(action), action.generation))
             case SecondReading():
                 self._spawn(self._report(self._actions.second_reading(action)))
             case RecordEnd():
@@ -353,6 +355,14 @@ class Agent:
 
     async def _report(self, work: Coroutine[Any, Any, Event]) -> None:
         self._post(await work)
+
+    async def _report_and_look(self, work: Coroutine[Any, Any, Event], generation: int) -> None:
+        """Whoever has written to the store looks whether it is still this run's: a zombie must learn it some time."""
+        await self._report(work)
+        superseded = await self._actions.superseded(generation)
+        if superseded is not None:
+            self._superseded = True
+            self._post(superseded)
 
     async def _launch(self, action: LaunchWorkers) -> None:
         inheritance = Inheritance()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_in_order
+from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_in_order, read_record
 from orchestrator.checkpoint.save import read_index
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FormatError, NotFoundError, VersionError
-from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.base import Entry, ObjectStore
 
 
 class Standing(StrEnum):
@@ -59,7 +59,11 @@ def claimed(store: ObjectStore) -> list[int]:
 
 def read_generations(store: ObjectStore) -> dict[int, fmt.GenerationRecord]:
     """All claims by number."""
-    claims = [entry for entry in store.entries("generations/") if fmt.parse_generation_key(entry.key) is not None]
+    return _read_claims(store, store.entries("generations/"))
+
+
+def _read_claims(store: ObjectStore, listed: Iterable[Entry]) -> dict[int, fmt.GenerationRecord]:
+    claims = [entry for entry in listed if fmt.parse_generation_key(entry.key) is not None]
     found: dict[int, fmt.GenerationRecord] = {}
     for key, data in read_in_order(store, claims, SMALL_BYTES_MAX):  # there may be hundreds: not one after another
         record = fmt.load(fmt.GenerationRecord, key, data)
@@ -80,17 +84,57 @@ class Decided:
     """File name → bytes, of every shard and receipt that must be there."""
 
 
-Known = dict[CheckpointId, Decided]
+KnownIndexes = dict[CheckpointId, Decided]
 """Indexes that were read before: they are written once, so whoever looks often need not read them again."""
 
 
-def survey(store: ObjectStore, known: Known | None = None) -> Catalog:
-    """Read every index and judge every checkpoint folder by it alone; sizes are compared with the listing."""
-    generations = read_generations(store)
+def survey(store: ObjectStore, known: KnownIndexes | None = None) -> Catalog:
+    """Every checkpoint folder and where it stands: by its index, its markers, and the sizes in the listing.
+
+    Raises FormatError for a claim or base record that is none, StoreError.
+    """
+    listed = list(store.entries("generations/"))
+    generations = _read_claims(store, listed)
     known = {} if known is None else known
     files = checkpoint_files(store)
+    base = _last_base(store, listed)
+    if base is not None and fmt.RETIRED in files.get(base.id, {}) and _is_void(store, base):
+        del files[base.id][fmt.RETIRED]
     entries = [_judge(store, checkpoint, files[checkpoint], generations, known) for checkpoint in sorted(files)]
     return Catalog(entries=tuple(reversed(entries)), generations=generations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What the newest generation that has chosen its base has chosen."""
+
+    id: CheckpointId
+    generation: int
+
+
+def _last_base(store: ObjectStore, listed: Iterable[Entry]) -> _Base | None:
+    """None if there is no base record yet, or it is of a fresh start."""
+    numbers = (fmt.parse_base_key(entry.key) for entry in listed)
+    newest = max((number for number in numbers if number is not None), default=None)
+    if newest is None:
+        return None
+    key = fmt.base_key(newest)
+    record = fmt.load(fmt.BaseRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+    return None if record.id is None else _Base(id=record.id, generation=record.generation)
+
+
+def _is_void(store: ObjectStore, base: _Base) -> bool:
+    """Whether the marker on a base is of an older generation than the one that chose it.
+
+    That one would have seen the marker if it had been there, so it came later: a zombie's, which deletes nothing
+    after it (it looks at the claims first), and which shall not hide from the newer generations what they go on from.
+    """
+    key = fmt.retired_key(base.id)
+    try:
+        marker = fmt.load(fmt.Marker, key, read_record(store, key, SMALL_BYTES_MAX))
+    except FormatError:  # whatever a marker contains, it is heeded
+        return False
+    return marker.by_generation < base.generation
 
 
 def checkpoint_files(store: ObjectStore) -> dict[CheckpointId, dict[str, int]]:
@@ -108,12 +152,12 @@ def _judge(
     checkpoint: CheckpointId,
     files: Mapping[str, int],
     generations: Mapping[int, fmt.GenerationRecord],
-    known: Known,
+    known: KnownIndexes,
 ) -> CatalogEntry:
     standing, world_size, problem = Standing.UNDECIDED, None, None
     if fmt.RETIRED in files:
         standing = Standing.RETIRED
-    elif "index.json" in files:
+    elif fmt.INDEX in files:
         try:
             decided = known.get(checkpoint) or _decided(store, checkpoint)
             known[checkpoint] = decided

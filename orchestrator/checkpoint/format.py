@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,6 +41,7 @@ Count = Annotated[int, Field(ge=0, le=POSITION_MAX)]
 WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
 _CHECKPOINT = re.compile(r"checkpoints/g(\d{8,})-s(\d{10,})/(.+)\Z")
 _GENERATION = re.compile(r"generations/(\d{8,})\.json\Z")
+_BASE = re.compile(r"generations/(\d{8,})\.base\.json\Z")
 _RECEIPT = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.json\Z")
 _SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors\Z")
 _ODD_KEYS = re.compile(rb'"[ \t\r\n]+:|\\\\":')
@@ -254,19 +255,32 @@ class EndRecord(_Record):
 class Marker(_Record):
     """Beside an index: the checkpoint is being deleted (`retired.json`), or was found bad (`quarantine.json`).
 
-    For people: that it is there decides, whatever it holds.
+    That it is there decides, whatever it holds, but for a base that was retired by an older generation than the one
+    that chose it (`checkpoint.catalog`). The reason is for people.
     """
 
     version: int
     generation: Count
     step: Count
     by_generation: Count
-    """The generation that was at work; who came between two of them."""
+    """The generation that was at work."""
     reason: str
+
+    @classmethod
+    def on(cls, checkpoint: CheckpointId, by_generation: int, reason: str) -> Self:
+        """The marker of a checkpoint."""
+        return cls(
+            version=FORMAT_VERSION,
+            generation=checkpoint.generation,
+            step=checkpoint.step,
+            by_generation=by_generation,
+            reason=reason,
+        )
 
 
 # -------------------------------------------------------------------------------------------------- keys
 
+INDEX = "index.json"
 RETIRED = "retired.json"
 QUARANTINE = "quarantine.json"
 
@@ -293,7 +307,7 @@ def folder_key(checkpoint: CheckpointId) -> str:
 
 def index_key(checkpoint: CheckpointId) -> str:
     """The index of a checkpoint."""
-    return f"{folder_key(checkpoint)}/index.json"
+    return f"{folder_key(checkpoint)}/{INDEX}"
 
 
 def retired_key(checkpoint: CheckpointId) -> str:
@@ -314,6 +328,12 @@ def shard_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:
 def receipt_key(checkpoint: CheckpointId, rank: int, world_size: int) -> str:
     """The receipt of a rank."""
     return f"{folder_key(checkpoint)}/shard-{rank:05d}-of-{world_size:05d}.json"
+
+
+def parse_base_key(key: str) -> int | None:
+    """The generation of a base record, None for any other key."""
+    match = _BASE.match(key)
+    return None if match is None else int(match[1])
 
 
 def parse_checkpoint_key(key: str) -> tuple[CheckpointId, str] | None:

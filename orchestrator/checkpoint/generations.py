@@ -7,6 +7,7 @@ only a starting process may claim the highest + 1, and only under the same owner
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from orchestrator.checkpoint.catalog import (
     Catalog,
     Standing,
     checkpoint_files,
+    claimed,
     read_generations,
     rollback_bound,
     survey,
@@ -172,7 +174,7 @@ def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float
         key = fmt.generation_key(own)
         if not _exists(store, key):
             raise StoreError(key, f"our own claim is gone: {store.url} was renamed, unmounted or emptied")
-        raise FencedError(f"generation {own} of the job {who.job!r} is another run's; this one stops")
+        raise FencedError(_taken_over(read_claim(store, own)))
     return _claim_after(store, who, own, wall_seconds)
 
 
@@ -190,13 +192,39 @@ def _claim_after(store: ObjectStore, who: Claimant, own: int, wall_seconds: floa
     raise FencedError(f"{OWN_CLAIMS_MAX} generations after {own} were claimed by this process without being used")
 
 
-def _is_ours(store: ObjectStore, who: Claimant, number: int) -> bool:
+def successor(store: ObjectStore, who: Claimant, generation: int) -> str | None:
+    """What another run that has claimed a generation above this one has done to ours; None if there is no such run.
+
+    One listing as long as `generation` is the highest. Raises StoreError, FormatError.
+    """
+    highest = max(claimed(store), default=generation)
+    if highest <= generation:
+        return None
+    record = read_claim(store, highest)
+    return None if record.claimant == who.claimant else _taken_over(record)
+
+
+def _taken_over(record: fmt.GenerationRecord) -> str:
+    """For people: who goes on with the job, and what is to be done here. Nothing, as a rule."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record.wall_seconds))
+    return (
+        f"another run has taken over the job {record.job!r}: generation {record.generation} was claimed by owner "
+        f"{record.owner} at {when}, and goes on from the newest checkpoint; this run stops, and nothing is to be done "
+        "here. Start it again, with --take-over, only if that other run is dead for certain"
+    )
+
+
+def read_claim(store: ObjectStore, number: int) -> fmt.GenerationRecord:
+    """The claim of a generation. Raises NotFoundError, StoreError, FormatError."""
     key = fmt.generation_key(number)
+    return fmt.load(fmt.GenerationRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+
+
+def _is_ours(store: ObjectStore, who: Claimant, number: int) -> bool:
     try:
-        record = fmt.load(fmt.GenerationRecord, key, read_record(store, key, SMALL_BYTES_MAX))
+        return read_claim(store, number).claimant == who.claimant
     except NotFoundError:
         return False
-    return record.claimant == who.claimant
 
 
 def _exists(store: ObjectStore, key: str) -> bool:
@@ -219,9 +247,7 @@ def _claim(store: ObjectStore, who: Claimant, number: int, wall_seconds: float) 
     try:
         store.create(fmt.generation_key(number), [fmt.dump(record)])
     except AlreadyExistsError as error:
-        raise FencedError(
-            f"generation {number} of the job {who.job!r} was claimed by another run; this one stops"
-        ) from error
+        raise FencedError(_taken_over(read_claim(store, number))) from error
     return number
 
 
@@ -231,7 +257,7 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
     done: list[CheckpointId] = []
     for checkpoint, files in sorted(checkpoint_files(store).items()):
         bounded = checkpoint.step > rollback_bound(generations, checkpoint.generation)
-        if bounded or files.keys() & {"index.json", fmt.RETIRED, fmt.QUARANTINE}:
+        if bounded or files.keys() & {fmt.INDEX, fmt.RETIRED, fmt.QUARANTINE}:
             continue
         draft = _draft(store, checkpoint)
         if draft is not None and commit_draft(store, checkpoint, draft):
@@ -270,11 +296,15 @@ def record_end(store: ObjectStore, who: Claimant, outcome: Outcome, reason: str,
     """Write the end record of the highest generation that this very supervisor process has claimed, if it has any.
 
     That may be one more than it knows of, if the answer to its last claim was lost. A record that is there stands.
+    Raises FencedError, and writes nothing, if another run has claimed a higher one: how ours ended means nothing.
     """
-    claimed = [number for number, record in read_generations(store).items() if record.claimant == who.claimant]
-    if not claimed:
+    claims = read_generations(store)
+    ours = [number for number, record in claims.items() if record.claimant == who.claimant]
+    if not ours:
         return
-    generation = max(claimed)
+    generation = max(ours)
+    if generation != max(claims):
+        raise FencedError(_taken_over(claims[max(claims)]))
     record = fmt.EndRecord(
         version=fmt.FORMAT_VERSION, generation=generation, outcome=outcome, reason=reason, wall_seconds=wall_seconds
     )

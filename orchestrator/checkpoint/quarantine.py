@@ -32,12 +32,6 @@ def second_reading(store: ObjectStore, checkpoint: CheckpointId, first: str) -> 
 
 def set_aside(store: ObjectStore, checkpoint: CheckpointId, by_generation: int, reason: str) -> None:
     """From now on nobody chooses it; its bytes stay. Raises StoreError."""
-    marker = fmt.Marker(
-        version=fmt.FORMAT_VERSION,
-        generation=checkpoint.generation,
-        step=checkpoint.step,
-        by_generation=by_generation,
-        reason=reason,
-    )
+    marker = fmt.Marker.on(checkpoint, by_generation, reason)
     with contextlib.suppress(AlreadyExistsError):
         store.create(fmt.quarantine_key(checkpoint), [fmt.dump(marker)])

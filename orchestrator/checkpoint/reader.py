@@ -3,7 +3,7 @@
 The index says where everything is. What else of a shard is needed stands in its receipt (block digests, gate), whose
 digest the index has, and in its header (what is one rank's alone); neither is read for shards that nothing is read of.
 
-Called by `checkpoint.restore` (into tensors) and by the CLI's read verbs. The store may be a folder, a bucket or
+Called by `checkpoint.restore` (into tensors) and by the command line. The store may be a folder, a bucket or
 an agent's memory: one code path.
 """
 

@@ -26,7 +26,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Fate:
     """What becomes of one checkpoint that was committed, and why."""
 
     id: CheckpointId
@@ -43,22 +43,22 @@ def obstacle(entries: Sequence[CatalogEntry]) -> str | None:
     return None
 
 
-def choose(entries: Sequence[CatalogEntry], keep: Keep, base: CheckpointId | None) -> tuple[Verdict, ...]:
-    """A verdict for each checkpoint that was committed, newest first as `entries` are.
+def choose(entries: Sequence[CatalogEntry], keep: Keep, base: CheckpointId | None) -> tuple[Fate, ...]:
+    """The fate of each checkpoint that was committed, newest first as `entries` are.
 
     Kept are the newest `keep.last` that are committed, `base`, and of those that are committed the first one of every
     `keep.every_steps` steps. What was rolled back or found bad is kept until as many newer ones are there.
     """
     firsts = _first_of_each_window(entries, keep.every_steps)
-    verdicts, committed = [], 0
+    fates, committed = [], 0
     for entry in entries:
         if entry.standing not in _DELETABLE:
             continue
         kept = _why_kept(entry, keep, base, firsts, newer=committed)
         reason = kept or f"older than the newest {keep.last}"
-        verdicts.append(Verdict(id=entry.id, keep=kept is not None, reason=reason, size_bytes=entry.size_bytes))
+        fates.append(Fate(id=entry.id, keep=kept is not None, reason=reason, size_bytes=entry.size_bytes))
         committed += entry.standing is Standing.COMMITTED
-    return tuple(verdicts)
+    return tuple(fates)
 
 
 def _why_kept(

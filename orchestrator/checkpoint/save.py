@@ -7,7 +7,7 @@ Every function blocks; the agent calls them in threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -115,18 +115,31 @@ class _Digested:
         """Whether all pieces were taken."""
         self._await_bytes = await_bytes
         self._between_pieces = between_pieces
+        self._digesting: list[Future[list[int]]] = []
+        """The blocks' digests of each piece that was given out; all pieces but the last one are of PIECE_BYTES."""
+
+    def crc32c(self, start: int, stop: int) -> int | None:
+        """See `storage.base.digest_of`: from the blocks' digests, if [start, stop) is made of whole blocks."""
+        pieces = self._digesting[start // PIECE_BYTES : -(-stop // PIECE_BYTES)]
+        blocks = [digest for piece in pieces for digest in piece.result()][start % PIECE_BYTES // fmt.BLOCK_BYTES :]
+        count = -(-(stop - start) // fmt.BLOCK_BYTES)
+        whole = start % fmt.BLOCK_BYTES == 0 and (stop % fmt.BLOCK_BYTES == 0 or stop == self.size_bytes)
+        return combine(blocks[:count], stop - start) if whole and len(blocks) >= count else None
 
     def __iter__(self) -> Iterator[memoryview]:
-        self.digests, self.size_bytes, self.whole = [], 0, False
+        self.digests, self.size_bytes, self.whole, self._digesting = [], 0, False, []
         piece, last = self._next_piece()
         if last:  # a small one is not worth a thread
             self._take(piece, block_digests(piece))
+            self._digesting.append(Future())
+            self._digesting[0].set_result(self.digests)
             yield piece
             self.whole = True
             return
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:  # it has this thread's low priority
             while True:
                 digested = pool.submit(block_digests, piece)
+                self._digesting.append(digested)
                 yield piece
                 self._take(piece, digested.result())
                 self._between_pieces()

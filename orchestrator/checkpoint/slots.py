@@ -82,6 +82,8 @@ class LeaveOutcome(IntEnum):
     COMMITTED = 1
     ABANDONED = 2
     RELEASED = 3
+    SUPERSEDED = 4
+    """Another run has taken over the job: what is trained here is saved no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +292,7 @@ class ControlBlock:
 
     def set_outcome(self, outcome: LeaveOutcome, step: int) -> None:
         """Tell a worker that waits to leave how its step ended. One word, so that the two cannot be torn apart."""
-        self._words[_WORD_OUTCOME] = step + 1 << 2 | outcome
+        self._words[_WORD_OUTCOME] = step + 1 << 3 | outcome
 
     # -- read by either ----------------------------------------------------------------------------------
 
@@ -440,7 +442,7 @@ class ControlBlock:
     def outcome(self) -> tuple[LeaveOutcome, int]:
         """(outcome, step) that the agent reported last."""
         word = self._words[_WORD_OUTCOME]
-        return LeaveOutcome(word & 3), (word >> 2) - 1
+        return LeaveOutcome(word & 7), (word >> 3) - 1
 
 
 # ------------------------------------------------------------------------------------------- shard header

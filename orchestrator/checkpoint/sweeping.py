@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import (
     Catalog,
-    Known,
+    KnownIndexes,
     Standing,
     checkpoint_files,
     claimed,
@@ -33,7 +33,7 @@ from orchestrator.checkpoint.catalog import (
     survey,
 )
 from orchestrator.checkpoint.generations import read_base
-from orchestrator.checkpoint.retention import Keep, Verdict, choose, obstacle
+from orchestrator.checkpoint.retention import Fate, Keep, choose, obstacle
 from orchestrator.checkpoint.save import abandon, commit_draft, draft_index
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, SweepRefusedError, VersionError
@@ -41,11 +41,11 @@ from orchestrator.storage.base import ObjectStore, SweepableStore, Unfinished
 from orchestrator.telemetry import reached
 
 DELETES_AT_ONCE = 8
-_KEPT_FILES = ("index.json", fmt.RETIRED, fmt.QUARANTINE)
+_KEPT_FILES = (fmt.INDEX, fmt.RETIRED, fmt.QUARANTINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class SweepResult:
     """What one sweep has done."""
 
     retired: tuple[CheckpointId, ...] = ()
@@ -64,12 +64,14 @@ class Sweeper:
     def __init__(self, store: ObjectStore, monotonic: Callable[[], float]) -> None:
         self._store = store
         self._monotonic = monotonic
-        self._known: Known = {}
+        self._known: KnownIndexes = {}
         self._undecided = Ages[tuple[CheckpointId, frozenset[tuple[str, int]]]]()
         """With what is in their folders: one in which something arrives is new again."""
         self._unfinished = Ages[Unfinished]()
 
-    def sweep(self, generation: int, keep: Keep, in_flight: Collection[CheckpointId], grace_seconds: float) -> Swept:
+    def sweep(
+        self, generation: int, keep: Keep, in_flight: Collection[CheckpointId], grace_seconds: float
+    ) -> SweepResult:
         """One sweep by `generation`; `in_flight` are its decided steps that are not settled, which it leaves alone.
 
         Raises FencedError if a higher generation is there, SweepRefusedError with what is in the way, StoreError,
@@ -84,7 +86,7 @@ class Sweeper:
         over = (Standing.ABANDONED, Standing.RETIRED)
         garbage = {entry.id for entry in catalog.entries if entry.standing in over and entry.size_bytes}
         freed_bytes = delete_shards(self._store, generation, sorted({*retired, *garbage} - set(in_flight)))
-        return Swept(
+        return SweepResult(
             retired=retired,
             abandoned=abandoned,
             committed=committed,
@@ -140,23 +142,22 @@ class Ages(Generic[ThingT]):
 
 
 def retire(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[CheckpointId, ...]:
-    """Mark what is not kept; which ones. Nothing of them is deleted yet. Raises SweepRefusedError, StoreError."""
-    going = [verdict for verdict in verdicts(store, catalog, generation, keep) if not verdict.keep]
-    for verdict in reversed(going):  # the oldest first: whatever stops this, the newest are left
-        marker = fmt.Marker(
-            version=fmt.FORMAT_VERSION,
-            generation=verdict.id.generation,
-            step=verdict.id.step,
-            by_generation=generation,
-            reason=verdict.reason,
-        )
+    """Mark what is not kept; which ones. Nothing of them is deleted yet.
+
+    Raises FencedError if the catalog shows a higher generation at work: by whose checkpoints would it be counted?
+    Raises SweepRefusedError, StoreError.
+    """
+    check_highest([*catalog.generations, *(entry.id.generation for entry in catalog.entries)], generation)
+    going = [fate for fate in fates(store, catalog, generation, keep) if not fate.keep]
+    for fate in reversed(going):  # the oldest first: whatever stops this, the newest are left
+        marker = fmt.Marker.on(fate.id, generation, fate.reason)
         with contextlib.suppress(AlreadyExistsError):
-            store.create(fmt.retired_key(verdict.id), [fmt.dump(marker)])
-        reached("after-retired", step=verdict.id.step)
-    return tuple(verdict.id for verdict in going)
+            store.create(fmt.retired_key(fate.id), [fmt.dump(marker)])
+        reached("after-retired", step=fate.id.step)
+    return tuple(fate.id for fate in going)
 
 
-def verdicts(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[Verdict, ...]:
+def fates(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[Fate, ...]:
     """What is kept and what is not. Raises SweepRefusedError if that cannot be said for certain, StoreError."""
     problem = obstacle(catalog.entries)
     if problem is not None:

@@ -1,6 +1,6 @@
 """`orchestrator check`: are this machine, this store and this staging folder fit for a job? Findings say what to do.
 
-It starts nothing. On the store it writes one small object of a random name and deletes it again (`store_probe`);
+It starts nothing. On the store it writes a small object of a random name and deletes it again (`store_probe`);
 torch is not imported, only its version is read.
 """
 

@@ -138,24 +138,24 @@ def prune(
     Safe beside a running job; `orchestrator run --keep-last K` does the same after each commit.
     """
     from orchestrator.checkpoint.retention import Keep
-    from orchestrator.checkpoint.sweeping import delete_shards, retire, verdicts
+    from orchestrator.checkpoint.sweeping import delete_shards, fates, retire
 
     store, keep = open_job(url, job), Keep(last=keep_last, every_steps=keep_every)
     catalog = _survey(store)
     generation = max(catalog.generations, default=0)
-    found = verdicts(store, catalog, generation, keep)
-    going = [verdict for verdict in found if not verdict.keep]
+    found = fates(store, catalog, generation, keep)
+    going = [fate for fate in found if not fate.keep]
     if not dry_run:
         retire(store, catalog, generation, keep)
         with talk().status(f"deleting {len(going)} checkpoints"):
             half_deleted = [one.id for one in catalog.entries if str(one.standing) == "retired" and one.size_bytes]
-            delete_shards(store, generation, [*half_deleted, *(verdict.id for verdict in going)])
+            delete_shards(store, generation, [*half_deleted, *(fate.id for fate in going)])
     if json_output:
-        print_json([asdict(verdict) | {"id": str(verdict.id)} for verdict in found])
+        print_json([asdict(fate) | {"id": str(fate.id)} for fate in found])
     else:
         rows = [(one.id, "keep" if one.keep else "delete", size_text(one.size_bytes), one.reason) for one in found]
         output().print(table(("checkpoint", "", "size", "why"), rows))
-    size = size_text(sum(verdict.size_bytes for verdict in going))
+    size = size_text(sum(fate.size_bytes for fate in going))
     say(f"{len(going)} of {len(found)} checkpoints, {size}, {'would be' if dry_run else 'are'} deleted")
 
 

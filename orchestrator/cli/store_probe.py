@@ -1,7 +1,8 @@
 """Is a store fit for a job? Found out before any training time is spent; the answer says what to do.
 
 Looks at whose the job's folder is, then writes one small object of a random name twice (the second time must be
-refused), reads it and deletes it: all within PROBE_SECONDS_MAX, whatever an SDK or a file system waits for.
+refused), reads it and deletes it: all within PROBE_SECONDS_MAX, whatever an SDK or a file system waits for. The store
+of a bucket has done the same by itself then, before this first write of its own.
 
 Called by `run`, `demo`, `check`, and for scripts that nobody supervises by `attached`.
 """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from orchestrator.core import sweeping
-from orchestrator.core.messages import EndRecorded, Finish, Outcome, RecordEnd, ReleaseNode
+from orchestrator.core.messages import EndRecorded, Finish, Outcome, RecordEnd, ReleaseNode, Superseded
 from orchestrator.core.states import Job, Phase, Trigger
 from orchestrator.core.turn import Turn
+from orchestrator.errors import ExitCode
 
 
 def conclude(turn: Turn) -> None:
@@ -63,6 +64,12 @@ def on_end_recorded(turn: Turn, event: EndRecorded) -> None:
         turn.note("store failed", f"the end record could not be written: {event.reason}", node=event.node)
     turn.go(Trigger.RECORDED)
     finish(turn, job.ending.exit_code, reason_of(job))
+
+
+def on_superseded(turn: Turn, event: Superseded) -> None:
+    """The job is another run's: stop at once, whatever the phase. What is staged or decided here is not missed."""
+    turn.go(Trigger.SUPERSEDED)
+    finish(turn, int(ExitCode.FENCED), event.reason)
 
 
 def finish(turn: Turn, exit_code: int, reason: str) -> None:

@@ -57,6 +57,7 @@ from orchestrator.core.messages import (
     Requested,
     SaveAsked,
     Staged,
+    Superseded,
     Swept,
     Tick,
     Uploaded,
@@ -140,6 +141,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             sweeping.on_swept(turn, event)
         case ReadAgain():
             suspects.on_read_again(turn, event)
+        case Superseded():
+            finishing.on_superseded(turn, event)
         case Requested():
             leaving.on_requested(turn, event)
         case Tick():

@@ -435,6 +435,14 @@ class ReadAgain:
     problem: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Superseded:
+    """Another run has claimed a higher generation than any of ours: the job is that run's, for ever."""
+
+    node: str
+    reason: str
+
+
 class Request(StrEnum):
     """What a person may ask of a running job."""
 
@@ -484,6 +492,7 @@ Event = (
     | EndRecorded
     | Swept
     | ReadAgain
+    | Superseded
     | Requested
     | Tick
 )

@@ -50,6 +50,7 @@ class Trigger(StrEnum):
     CLEARED = "cleared"
     CONCLUDED = "concluded"
     RECORDED = "end recorded"
+    SUPERSEDED = "another run took over"
 
 
 TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
@@ -58,26 +59,38 @@ TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
         Trigger.TAKEN_BACK: Phase.STARTING,
         Trigger.CONCLUDED: Phase.ENDING,
         Trigger.RECORDED: Phase.ENDED,
+        Trigger.SUPERSEDED: Phase.ENDED,
     },
     Phase.OPENING: {
         Trigger.OPENED: Phase.STARTING,
         Trigger.OPEN_FAILED: Phase.GATHERING,
         Trigger.REFUSED: Phase.ENDED,
         Trigger.CONCLUDED: Phase.ENDING,
+        Trigger.SUPERSEDED: Phase.ENDED,
     },
     Phase.STARTING: {
         Trigger.ALL_ATTACHED: Phase.RUNNING,
         Trigger.BROKEN: Phase.CLEARING,
         Trigger.ALL_DONE: Phase.CLEARING,
+        Trigger.SUPERSEDED: Phase.ENDED,
     },
     Phase.RUNNING: {
         Trigger.LEAVE_DECIDED: Phase.LEAVING,
         Trigger.BROKEN: Phase.CLEARING,
         Trigger.ALL_DONE: Phase.CLEARING,
+        Trigger.SUPERSEDED: Phase.ENDED,
     },
-    Phase.LEAVING: {Trigger.LEFT: Phase.CLEARING, Trigger.BROKEN: Phase.CLEARING},
-    Phase.CLEARING: {Trigger.CLEARED: Phase.GATHERING, Trigger.CONCLUDED: Phase.ENDING},
-    Phase.ENDING: {Trigger.RECORDED: Phase.ENDED},
+    Phase.LEAVING: {
+        Trigger.LEFT: Phase.CLEARING,
+        Trigger.BROKEN: Phase.CLEARING,
+        Trigger.SUPERSEDED: Phase.ENDED,
+    },
+    Phase.CLEARING: {
+        Trigger.CLEARED: Phase.GATHERING,
+        Trigger.CONCLUDED: Phase.ENDING,
+        Trigger.SUPERSEDED: Phase.ENDED,
+    },
+    Phase.ENDING: {Trigger.RECORDED: Phase.ENDED, Trigger.SUPERSEDED: Phase.ENDED},
     Phase.ENDED: {},
 }
 

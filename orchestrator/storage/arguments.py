@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from orchestrator.errors import StoreError
+from orchestrator.storage.base import Piece
 
 TEMPORARY_PREFIX = ".tmp-"
 """Starts the name of an unfinished write; never part of a key."""
@@ -60,6 +61,12 @@ def check_range(key: str, start: int, stop: int | None) -> None:
 def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:
     """The buffers as bytes, without the empty ones."""
     return [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in buffers if view.nbytes]
+
+
+def bytes_of(piece: Piece) -> memoryview:
+    """The piece as bytes, whatever its shape."""
+    view = memoryview(piece)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def bytes_wanted(buffers: Sequence[memoryview]) -> int:

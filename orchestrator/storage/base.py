@@ -1,7 +1,7 @@
 """The port to object storage: what every back end guarantees.
 
-Not here: retries (`storage/retrying`), key names (`checkpoint/format`), who may write what (design:
-only agents and the CLI's read verbs hold a store). Back ends: `memory`, `filesystem`, `s3`, `gcs`.
+Not here: retries (`storage/retrying`), key names (`checkpoint/format`), who may write what (only agents
+and the command line hold a store). Back ends: `memory`, `filesystem`, `s3`, `gcs`, `peers` (read only).
 
 Guarantees that the checkpoint protocol rests on:
 
@@ -15,7 +15,7 @@ Guarantees that the checkpoint protocol rests on:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -42,6 +42,19 @@ class BoundedPieces(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Piece]: ...
+
+
+Digest = Callable[[int, int], int | None]
+"""crc32c of bytes [start, stop) of the pieces that were taken; None if nobody knows it without looking at them."""
+
+
+def digest_of(pieces: Iterable[Piece]) -> Digest:
+    """What the pieces know of their own digests (a method `crc32c`): stores need not compute them once more.
+
+    It may be asked in any thread, and waits for what is just being digested. Who wraps pieces passes it on.
+    """
+    known: Digest | None = getattr(pieces, "crc32c", None)
+    return known or (lambda start, stop: None)
 
 
 def bytes_at_most(pieces: Iterable[Piece]) -> int | None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreDeniedError, StoreError, StoreFullError
-from orchestrator.storage.arguments import TEMPORARY_PREFIX, byte_views, check_range, key_parts, prefix_parts
+from orchestrator.storage.arguments import TEMPORARY_PREFIX, byte_views, bytes_of, check_range, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece, Unfinished
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -308,10 +308,7 @@ def _exists(folder: int, name: str) -> bool:
 
 def _write(descriptor: int, piece: Piece) -> None:
     """All bytes of `piece`, whatever its shape; `os.write` may take fewer than it is given."""
-    view = memoryview(piece)
-    if view.nbytes == 0:
-        return
-    rest = view.cast("B")
+    rest = bytes_of(piece)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 

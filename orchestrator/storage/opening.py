@@ -2,7 +2,7 @@
 
 An SDK is imported only when a store needs it. Not here: `storage/peers`, whose address and token come from the
 supervisor and never from a user.
-Called by agents and by the CLI's read verbs.
+Called by agents, by the command line, and where a checkpoint is read without a job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_store(url: str, patience_seconds: float = JOB_PATIENCE_SECONDS) -> Obje
         case "file":
             return FolderStore(_path_of_file_url(url))
         case "s3":
-            return _bucket_store(url, patience_seconds)
+            return _s3_store(url, patience_seconds)
         case "gs":
             return _gcs_store(url, patience_seconds)
         case name:
@@ -69,7 +69,7 @@ def _scheme_of(url: str) -> str:
     return "" if scheme is None else scheme.group(1).lower()
 
 
-def _bucket_store(url: str, patience_seconds: float) -> ObjectStore:
+def _s3_store(url: str, patience_seconds: float) -> ObjectStore:
     from orchestrator.storage.s3.location import parse_location
 
     location = parse_location(url)

@@ -16,7 +16,8 @@ from typing import TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreUnavailableError
-from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished, bytes_at_most
+from orchestrator.storage.arguments import bytes_of
+from orchestrator.storage.base import Entry, ObjectStore, Piece, SweepableStore, Unfinished, bytes_at_most, digest_of
 
 _COMPARED_BYTES = 4 << 20
 """Read back at a time, where an object may be our own."""
@@ -144,7 +145,7 @@ def holds(store: ObjectStore, key: str, pieces: Iterable[Piece]) -> bool:
     try:
         size_bytes = store.size(key)
         for piece in pieces:
-            view = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
+            view = bytes_of(piece)
             while view:
                 there = there or memoryview(store.read(key, position, min(position + _COMPARED_BYTES, size_bytes)))
                 count = min(len(there), len(view))
@@ -162,6 +163,7 @@ class _Replayed:
     def __init__(self, pieces: Iterable[Piece], monotonic: Callable[[], float]) -> None:
         self.last_new_piece = monotonic()
         self.size_bytes_max = bytes_at_most(pieces)
+        self.crc32c = digest_of(pieces)
         self._monotonic = monotonic
         self._known = pieces if isinstance(pieces, list | tuple) else None
         self._taken: list[Piece] = []

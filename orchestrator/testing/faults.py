@@ -1,5 +1,7 @@
 """Faults at named points of real processes: `at("after-shard-upload").rank(1).step(40).kill(once=marker)`.
 
+`stop` instead of `kill` makes the process stand still there until somebody sends it SIGCONT.
+
 Points are where the code calls `telemetry.reached`. A fault is counted in its marker file, so that a restarted
 process does not meet it again. Users test their own scripts with it; nothing in the package installs a fault.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,11 +34,12 @@ POINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Kill this process when it reaches a point with these values, once."""
+    """Kill or stop this process when it reaches a point with these values, once."""
 
     point: str
     where: Mapping[str, int] = field(default_factory=dict)
     marker: Path | None = None
+    signal: int = signal.SIGKILL
 
     def rank(self, rank: int) -> Fault:
         """Only for this rank."""
@@ -47,8 +51,11 @@ class Fault:
 
     def kill(self, *, once: Path) -> None:
         """From now on: SIGKILL to this process when the point is reached; the marker file says that it happened."""
-        fault = replace(self, marker=once)
-        set_point_hook(fault.act)
+        set_point_hook(replace(self, marker=once).act)
+
+    def stop(self, *, once: Path) -> None:
+        """From now on: SIGSTOP to this process when the point is reached; the marker file says that it happened."""
+        set_point_hook(replace(self, marker=once, signal=signal.SIGSTOP).act)
 
     def act(self, point: str, where: Mapping[str, int]) -> None:
         """Called at every named point."""
@@ -59,7 +66,7 @@ class Fault:
             os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.pthread_kill(threading.get_ident(), self.signal)  # this very thread does nothing more
 
 
 def at(point: str) -> Fault:

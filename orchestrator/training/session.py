@@ -23,6 +23,7 @@ from orchestrator.checkpoint.near import NearStore
 from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhase
 from orchestrator.errors import (
     ConfigError,
+    FencedError,
     FormatError,
     NotFoundError,
     PeerError,
@@ -289,6 +290,9 @@ class Run:
             self._leave()
         elif final and self._launch.attached:
             self._await_last_commit(passing)
+        elif self._launch.attached and self._superseded():
+            self._state.stager.join()
+            raise FencedError(f"another run has taken over the job: this one stops after step {step}")
         elif self._launch.attached and self._control.signal and self._alone():
             self._state.stager.join()
             raise Preempted(f"left on a signal at step {step}, without a new checkpoint: the supervisor has ended")
@@ -305,6 +309,8 @@ class Run:
             if alone or (of_step == self.step and outcome is LeaveOutcome.ABANDONED):
                 break
             time.sleep(0.01)
+        if self._superseded():
+            raise FencedError(f"another run has taken over the job: this one's last step {self.step} is not saved")
         raise SupervisorError(
             f"the state after the last step {self.step} was not saved; the checkpoint before it stays"
         )
@@ -318,8 +324,12 @@ class Run:
         """Attached mode: whether nobody is there any more to save and to say when to leave."""
         if not self._launch.attached:
             return False
-        released = self._control.outcome()[0] is LeaveOutcome.RELEASED
+        released = self._control.outcome()[0] in (LeaveOutcome.RELEASED, LeaveOutcome.SUPERSEDED)
         return released or not Path(f"/proc/{self._launch.agent_pid}").exists()
+
+    def _superseded(self) -> bool:
+        """Attached mode: whether the job is another run's by now, so that nothing trained here is saved any more."""
+        return self._control.outcome()[0] is LeaveOutcome.SUPERSEDED
 
     def _leave(self) -> None:
         """The step is staged. Under `orchestrator run` the agent ends this process; attached, wait for the commit."""
@@ -328,6 +338,8 @@ class Run:
         while time.monotonic() < until:
             alone = self._alone()
             outcome, of_step = self._control.outcome()
+            if outcome is LeaveOutcome.SUPERSEDED:
+                raise FencedError(f"another run has taken over the job: left at step {self.step}")
             settled = outcome is not LeaveOutcome.NONE and of_step == self.step  # not an earlier step's
             if self._launch.attached and (settled or alone):
                 words = {LeaveOutcome.COMMITTED: "committed", LeaveOutcome.ABANDONED: "not committed"}

@@ -159,8 +159,10 @@ def test_the_outcome_is_told_with_its_step_and_never_goes_back(gang: LocalGang) 
     assert [worker.control.outcome() for worker in gang.workers] == [(LeaveOutcome.COMMITTED, 40)] * RANKS
     settle(gang, 50, committed=False)
     assert gang.workers[0].control.outcome() == (LeaveOutcome.ABANDONED, 50)
-    gang.release_workers()
+    gang.release_workers(superseded=False)
     assert gang.workers[0].control.outcome()[0] is LeaveOutcome.RELEASED
+    gang.release_workers(superseded=True)
+    assert gang.workers[0].control.outcome()[0] is LeaveOutcome.SUPERSEDED
 
 
 # --------------------------------------------------------------------------------------------------- observing

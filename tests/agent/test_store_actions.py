@@ -35,6 +35,7 @@ from orchestrator.core.messages import (
     RecordEnd,
     Refusal,
     SecondReading,
+    Superseded,
     Sweep,
     Swept,
 )
@@ -116,6 +117,23 @@ async def test_a_fenced_agent_says_so(store: MemoryStore, tmp_path: Path) -> Non
     refused = await actions_of(store, tmp_path, owner="stranger", claimant="other").open_generation(opening())
     assert isinstance(refused, GenerationRefused)
     assert refused.refusal is Refusal.FENCED
+
+
+async def test_an_agent_whose_run_has_a_successor_says_so(store: MemoryStore, tmp_path: Path) -> None:
+    """And ends nothing in its name: a drained zombie would be started again, and take the job back."""
+    zombie = actions_of(store, tmp_path)
+    await zombie.open_generation(opening())
+    assert await zombie.superseded(1) is None
+    await zombie.open_generation(opening(own=1))
+    assert await zombie.superseded(1) is None, "its own next generation"
+    await actions_of(store, tmp_path, claimant="other").open_generation(opening())
+    told = await zombie.superseded(1)
+    assert told is not None
+    assert "another run has taken over" in told.reason
+    ended = await zombie.record_end(RecordEnd(node="node-1", outcome=Outcome.DRAINED, reason="why"))
+    assert isinstance(ended, Superseded)
+    assert read_end(store, 2) is None
+    assert await actions_of(Broken(), tmp_path).superseded(1) is None, "it is asked again after the next commit"
 
 
 async def test_nothing_readable_is_told_from_a_store_that_fails(store: MemoryStore, tmp_path: Path) -> None:

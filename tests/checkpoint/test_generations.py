@@ -22,6 +22,7 @@ from orchestrator.checkpoint.generations import (
     read_end,
     record_end,
     roll_forward,
+    successor,
 )
 from orchestrator.checkpoint.save import abandon, read_index
 from orchestrator.core.messages import CheckpointId, Outcome
@@ -189,7 +190,7 @@ def test_a_store_that_lost_our_claim_is_not_started_afresh(store: ObjectStore, t
 
 def test_our_number_in_another_hand_is_fenced(store: ObjectStore) -> None:
     start(store)
-    with pytest.raises(FencedError, match=r"generation 1 .* is another run's"):
+    with pytest.raises(FencedError, match=r"another run has taken over .* generation 1 was claimed by owner owner"):
         start(store, RESTARTED, own=1)
 
 
@@ -311,10 +312,24 @@ def test_nobody_ends_what_another_process_has_claimed(store: ObjectStore) -> Non
     """A fenced supervisor that says goodbye must not end the job of the one that took over."""
     start(store)
     start(store, RESTARTED)
-    record_end(store, ME, Outcome.FAILED, "fenced", 1.0)
+    with pytest.raises(FencedError, match="generation 2 was claimed by owner owner at 1970-01-01 00:00:01 UTC"):
+        record_end(store, ME, Outcome.FAILED, "fenced", 1.0)
     record_end(store, FOREIGN, Outcome.DONE, "what?", 1.0)
     assert read_end(store, 2) is None
-    assert read_end(store, 1) is not None
+    assert read_end(store, 1) is None
+
+
+def test_only_a_higher_claim_of_another_process_makes_a_successor(store: ObjectStore) -> None:
+    start(store)
+    assert successor(store, ME, 1) is None
+    start(store, own=1)
+    assert successor(store, ME, 1) is None, "our own next one: an agent finishes what the older one has decided"
+    start(store, RESTARTED)
+    told = successor(store, ME, 1)
+    assert told is not None
+    assert "generation 3 was claimed by owner owner" in told
+    assert "--take-over" in told
+    assert successor(store, RESTARTED, 3) is None
 
 
 def test_an_older_generations_end_does_not_count(store: ObjectStore) -> None:

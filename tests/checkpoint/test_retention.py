@@ -29,8 +29,8 @@ def committed(*steps: int, generation: int = 1) -> Rows:
 
 def kept(rows: Rows, last: int, every: int = 0, base: CheckpointId | None = None) -> list[str]:
     """`generation.step` of all that are kept, oldest first."""
-    verdicts = choose(entries(rows), Keep(last=last, every_steps=every), base)
-    return [f"{one.id.generation}.{one.id.step}" for one in reversed(verdicts) if one.keep]
+    fates = choose(entries(rows), Keep(last=last, every_steps=every), base)
+    return [f"{one.id.generation}.{one.id.step}" for one in reversed(fates) if one.keep]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_newest_and_the_first_of_every_window(last: int, every: int, expecte
 
 
 def test_numbers_are_compared_as_numbers() -> None:
-    """Not as text, by which 9 comes after 10 (what deletes the newest in others, F72)."""
+    """Not as text, by which 9 comes after 10, which would delete the newest."""
     assert kept(committed(9, 10, 11, 99, 100), 2) == ["1.99", "1.100"]
     assert kept([*committed(900), *committed(20, 100, generation=2), *committed(5, generation=10)], 2) == [
         "2.100",
@@ -72,8 +72,8 @@ def test_only_committed_ones_count() -> None:
     rows = [*committed(100, 200), (1, 300, ABANDONED), (1, 400, UNDECIDED), (1, 500, Standing.RETIRED)]
     assert kept(rows, 1) == ["1.200"]
     assert kept(rows, 2) == ["1.100", "1.200"]
-    verdicts = choose(entries(rows), Keep(last=1), None)
-    assert {str(one.id) for one in verdicts} == {str(checkpoint_id(1, 100)), str(checkpoint_id(1, 200))}
+    fates = choose(entries(rows), Keep(last=1), None)
+    assert {str(one.id) for one in fates} == {str(checkpoint_id(1, 100)), str(checkpoint_id(1, 200))}
 
 
 @pytest.mark.parametrize("standing", [Standing.ROLLED_BACK, Standing.QUARANTINED])
@@ -96,9 +96,9 @@ def test_what_cannot_be_read_is_an_obstacle(standing: Standing) -> None:
     assert obstacle(entries(committed(100, 300))) is None
 
 
-def test_each_verdict_has_its_reason() -> None:
-    verdicts = choose(entries(committed(100, 200, 300, 400)), Keep(last=1, every_steps=200), checkpoint_id(1, 300))
-    assert [(one.id.step, one.keep, one.reason) for one in verdicts] == [
+def test_each_fate_has_its_reason() -> None:
+    fates = choose(entries(committed(100, 200, 300, 400)), Keep(last=1, every_steps=200), checkpoint_id(1, 300))
+    assert [(one.id.step, one.keep, one.reason) for one in fates] == [
         (400, True, "one of the newest 1"),
         (300, True, "the present generation started from it"),
         (200, True, "the first of steps 200 to 399"),
@@ -118,12 +118,12 @@ def test_any_catalog(seed: int) -> None:
         found = entries([(generation, step, standing) for (generation, step), standing in rows.items()])
         keep = Keep(last=draw.randint(1, 4), every_steps=draw.choice([0, 1, 7, 100]))
         base = draw.choice([None, *(one.id for one in found)])
-        verdicts = choose(found, keep, base)
+        fates = choose(found, keep, base)
         usable = [one.id for one in found if one.standing is COMMITTED]
-        staying = {one.id for one in verdicts if one.keep}
+        staying = {one.id for one in fates if one.keep}
         assert set(usable[: keep.last]) <= staying
-        assert base is None or base in staying or base not in {one.id for one in verdicts}
+        assert base is None or base in staying or base not in {one.id for one in fates}
         for window in {one.step // keep.every_steps for one in usable} if keep.every_steps else ():
             assert any(one.step // keep.every_steps == window for one in staying & set(usable))
-        left = [one for one in found if one.id in staying or one.id not in {verdict.id for verdict in verdicts}]
+        left = [one for one in found if one.id in staying or one.id not in {fate.id for fate in fates}]
         assert all(one.keep for one in choose(left, keep, base))

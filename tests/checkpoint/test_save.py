@@ -513,3 +513,21 @@ def test_the_steps_of_the_module_are_in_the_order_that_it_promises(tmp_path: Pat
         "shard-00001-of-00002.json",
         "index.json",
     ]
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 12_345])
+def test_a_shard_knows_the_digests_of_its_parts(size_bytes: int, seed: int) -> None:
+    """Computed once, for the receipt; the store sends them along with its parts, and the server checks them."""
+    data = memoryview(random.Random(seed).randbytes(size_bytes))
+    shard = saving._Digested("key", data, lambda _: (size_bytes, True), lambda: None)
+    taken = 0
+    for piece in shard:
+        block = min(1 << 20, len(piece))
+        assert shard.crc32c(taken, taken + block) in (crc32c.crc32c(data[taken : taken + block]), None)
+        taken += len(piece)
+    for start in range(0, size_bytes, 1 << 20):
+        for stop in {*range(start + (1 << 20), size_bytes, 1 << 20), size_bytes}:
+            assert shard.crc32c(start, stop) == crc32c.crc32c(data[start:stop])
+    if size_bytes > 2 << 20:
+        assert shard.crc32c(1, 1 << 20) is None
+        assert shard.crc32c(0, (1 << 20) + 1) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace as changed
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from orchestrator.checkpoint.catalog import Standing, survey
 from orchestrator.checkpoint.generations import Claimant, open_generation
 from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.save import abandon, commit, read_index
-from orchestrator.checkpoint.sweeping import Sweeper, Swept, delete_shards, retire
+from orchestrator.checkpoint.sweeping import Sweeper, SweepResult, delete_shards, retire
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FencedError, StoreError, SweepRefusedError, VersionError
 from orchestrator.storage.base import ObjectStore, Piece
@@ -63,11 +64,13 @@ def standings(store: ObjectStore) -> dict[int, Standing]:
 
 def sweep(
     store: ObjectStore, time: Time, generation: int = 1, keep: Keep = ONE, in_flight: tuple[CheckpointId, ...] = ()
-) -> Swept:
+) -> SweepResult:
     return Sweeper(store, time).sweep(generation, keep, in_flight, GRACE_SECONDS)
 
 
-def sweep_late(store: ObjectStore, time: Time, in_flight: tuple[CheckpointId, ...] = (), keep: Keep = ALL) -> Swept:
+def sweep_late(
+    store: ObjectStore, time: Time, in_flight: tuple[CheckpointId, ...] = (), keep: Keep = ALL
+) -> SweepResult:
     """What a sweeper does that has seen all that is there for long enough."""
     sweeper = Sweeper(store, time)
     first = sweeper.sweep(1, keep, in_flight, GRACE_SECONDS)
@@ -90,7 +93,7 @@ def test_older_ones_lose_their_shards_and_keep_their_index(any_store: ObjectStor
     assert standings(any_store) == {10: Standing.RETIRED, 20: Standing.COMMITTED, 30: Standing.COMMITTED}
     assert survey(any_store).newest() == survey(any_store).entries[0]
     assert len(left(any_store, middle)) == len(left(any_store, new)) == 5
-    assert sweep(any_store, time, keep=TWO) == Swept()
+    assert sweep(any_store, time, keep=TWO) == SweepResult()
 
 
 def test_the_marker_says_who_and_why(tmp_path: Path, time: Time) -> None:
@@ -107,7 +110,7 @@ def test_nothing_is_deleted_where_all_are_kept(tmp_path: Path, time: Time) -> No
     store = MemoryStore()
     opened(store)
     saved(store, tmp_path, 10, 20)
-    assert sweep(store, time, keep=ALL) == Swept()
+    assert sweep(store, time, keep=ALL) == SweepResult()
 
 
 def test_the_base_of_the_generation_that_runs_stays(tmp_path: Path, time: Time) -> None:
@@ -289,9 +292,9 @@ def test_an_undecided_folder_is_abandoned_and_emptied_after_the_grace_period(tmp
     opened(store)
     torn = upload_all(store, tmp_path, SMALL, checkpoint=checkpoint_id(1, 10), world_size=2, without=(1,))
     sweeper = Sweeper(store, time)
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += GRACE_SECONDS - 1
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += 1
     done = sweeper.sweep(1, ALL, (), GRACE_SECONDS)
     assert done.abandoned == (torn,)
@@ -310,9 +313,9 @@ def test_a_folder_in_which_something_arrives_is_new_again(tmp_path: Path, time: 
     sweeper.sweep(1, ALL, (), GRACE_SECONDS)
     time.now += GRACE_SECONDS - 1
     upload_all(store, tmp_path, SMALL, checkpoint=checkpoint_id(1, 10), world_size=3, without=(0, 2))
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += GRACE_SECONDS - 1
-    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == Swept()
+    assert sweeper.sweep(1, ALL, (), GRACE_SECONDS) == SweepResult()
     time.now += 1
     assert sweeper.sweep(1, ALL, (), GRACE_SECONDS).abandoned == (checkpoint_id(1, 10),)
 
@@ -347,7 +350,7 @@ def test_what_is_in_flight_is_left_alone(tmp_path: Path, time: Time) -> None:
     opened(store)
     running = upload_all(store, tmp_path, SMALL, checkpoint=checkpoint_id(1, 10), world_size=2, without=(1,))
     (tmp_path / "store" / fmt.folder_key(running) / ".tmp-1").write_bytes(b"half")
-    assert sweep_late(store, time, in_flight=(running,)) == Swept()
+    assert sweep_late(store, time, in_flight=(running,)) == SweepResult()
 
 
 def test_a_committer_that_comes_late_meets_the_abandoned_index(tmp_path: Path, time: Time) -> None:
@@ -428,3 +431,66 @@ def test_an_index_is_read_once(tmp_path: Path, time: Time) -> None:
     read.clear()
     sweeper.sweep(1, Keep(last=2), (), GRACE_SECONDS)
     assert [key for key in read if key.endswith("index.json")] == [fmt.index_key(checkpoint_id(1, 40))]
+
+
+def marked_late(store: ObjectStore, folder: Path) -> CheckpointId:
+    """Generation 2 avoids the newest checkpoint and takes the one before, which a zombie of generation 1 then marks."""
+    opened(store)
+    saved(store, folder, 5)
+    old, new = saved(store, folder, 10, 20)
+    catalog = survey(store)
+    assert open_generation(store, WHO, 1, (new,), 1.0).base == old
+    assert old in retire(store, catalog, 1, ONE)
+    assert fmt.RETIRED in left(store, old)
+    return old
+
+
+def test_a_base_that_a_zombie_marked_is_not_deleted_by_its_own_generation(tmp_path: Path, time: Time) -> None:
+    store = MemoryStore()
+    base = marked_late(store, tmp_path)
+    assert standings(store) == {5: Standing.RETIRED, 10: Standing.COMMITTED, 20: Standing.COMMITTED}
+    saved(store, tmp_path, 30, 40, generation=2)
+    sweep(store, time, generation=2)
+    assert standings(store)[10] is Standing.COMMITTED
+    assert len(left(store, base)) == 6
+    assert left(store, checkpoint_id(1, 5)) == ["index.json", "retired.json"]
+
+
+def test_a_base_that_a_zombie_marked_can_be_chosen_again(tmp_path: Path, time: Time) -> None:
+    """And once no generation goes on from it any more, the marker counts: it is deleted like any other."""
+    store = MemoryStore()
+    base = marked_late(store, tmp_path)
+    assert open_generation(store, WHO, 2, (checkpoint_id(1, 20),), 1.0).base == base
+    saved(store, tmp_path, 30, 40, generation=3)
+    assert open_generation(store, WHO, 3, (), 1.0).base == checkpoint_id(3, 40)
+    sweep(store, time, generation=4)
+    assert left(store, base) == ["index.json", "retired.json"]
+
+
+def test_after_a_rollback_a_zombies_mark_makes_no_fresh_start(tmp_path: Path) -> None:
+    store = MemoryStore()
+    opened(store)
+    old, _ = saved(store, tmp_path, 10, 20)
+    catalog = survey(store)
+    rollback = fmt.GenerationRecord(
+        version=1, job="job", generation=2, owner="owner", claimant="a person", wall_seconds=1.0, rollback_to=10
+    )
+    store.create(fmt.generation_key(2), [fmt.dump(rollback)])
+    assert open_generation(store, WHO, None, (), 1.0).base == old
+    retire(store, catalog, 1, ONE)
+    assert open_generation(store, WHO, 3, (), 1.0).base == old
+
+
+def test_a_zombie_marks_nothing_by_the_count_of_newer_generations(tmp_path: Path) -> None:
+    """It stood still after its look at the claims; of what it sees now the newer generation's are the newest."""
+    store = MemoryStore()
+    opened(store)
+    saved(store, tmp_path, 10, 20)
+    opened(store, own=1)
+    saved(store, tmp_path, 30, 40, generation=2)
+    before = list(store.entries(""))
+    claims_seen_before = changed(survey(store), generations={1: survey(store).generations[1]})
+    for catalog in (survey(store), claims_seen_before):
+        with pytest.raises(FencedError, match="generation 2 is there"):
+            retire(store, catalog, 1, ONE)
+    assert list(store.entries("")) == before

@@ -254,7 +254,7 @@ class Disaster:
     def _rollback(self) -> None:
         """A person stops the job, goes back to an older step and starts it again; as soon as there is an older one."""
         run = self.cluster.runs[0]
-        usable = sorted(filter(self.promises.usable, self.promises.committed))
+        usable = sorted(filter(self.promises.usable, self.promises.committed - self.promises.retired))
         if run.finish is not None or len(self.cluster.runs) > 1 or self.loop.now > ROLLBACK_UNTIL_SECONDS:
             return
         if len(usable) < 2 or run.process is None or not run.process.alive:

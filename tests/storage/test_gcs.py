@@ -192,11 +192,11 @@ def bucket_of(gcs: GCS) -> Bucket:
     return Bucket("bucket", "some/where", connection=Connection(ENDPOINT, gcs))  # type: ignore[arg-type]
 
 
-def proved_store(gcs: GCS, again: Callable[[Callable[[], Any]], Any] = lambda action: action()) -> GCSStore:
-    """A store that has proved its server; what that took is forgotten."""
+def probed_store(gcs: GCS, again: Callable[[Callable[[], Any]], Any] = lambda action: action()) -> GCSStore:
+    """A store that has probed its server; what that took is forgotten."""
     store = GCSStore(bucket_of(gcs), again)
-    store.prove()
-    store._proved = True
+    store.probe()
+    store._probed = True
     gcs.asked.clear()
     return store
 
@@ -263,7 +263,7 @@ def test_a_body_is_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_object_is_one_conditional_request_with_its_checksum(gcs: GCS) -> None:
-    proved_store(gcs).create("key", [b"1234", b"56789"])
+    probed_store(gcs).create("key", [b"1234", b"56789"])
     assert gcs.whats() == ["POST multipart"]
     assert gcs.objects == {KEY: b"123456789"}
     assert b'"crc32c": "4waSgw=="' in gcs.asked[0][2]
@@ -271,14 +271,14 @@ def test_a_small_object_is_one_conditional_request_with_its_checksum(gcs: GCS) -
 
 @pytest.mark.usefixtures("small_chunks")
 def test_what_is_known_whole_is_one_request_however_long(gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     store.create("index", [b"x" * 25, b"y" * 25])
     store.create("short", iter([b"x" * 4, b"y" * 6]))
     assert gcs.whats() == ["POST multipart", "POST multipart"]
 
 
 def test_what_is_stored_otherwise_than_it_was_sent_is_removed(gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     for wrong in ({"crc32c": "AAAAAA=="}, {"size": "8"}):
         gcs.says = wrong
         with pytest.raises(StoreError, match="but 9 bytes with 4waSgw== were sent; it was removed") as caught:
@@ -288,17 +288,17 @@ def test_what_is_stored_otherwise_than_it_was_sent_is_removed(gcs: GCS) -> None:
 
 
 def test_what_is_not_certainly_ours_is_not_removed(gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     gcs.says = {"crc32c": "AAAAAA==", "generation": ""}
     with pytest.raises(StoreError, match="were sent; it is still there"):
         store.create("key", [b"123456789"])
     assert gcs.objects == {KEY: b"123456789"}
 
 
-# ---------------------------------------------------------------------------------------------- the proof
+# ---------------------------------------------------------------------------------------------- the probe
 
 
-def test_the_first_create_proves_the_server_once(gcs: GCS) -> None:
+def test_the_first_create_probes_the_server_once(gcs: GCS) -> None:
     store = GCSStore(bucket_of(gcs))
     store.create("a", [b"1"])
     store.create("b", [b"2"])
@@ -344,7 +344,7 @@ def test_a_proof_that_fails_made_nothing(gcs: GCS) -> None:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("size", [11, 20, 26])
 def test_a_large_object_goes_in_chunks(size: int, gcs: GCS) -> None:
-    proved_store(gcs).create("key", pieces_of(TEXT[:size]))
+    probed_store(gcs).create("key", pieces_of(TEXT[:size]))
     first, *chunks = gcs.whats()[1:]
     assert gcs.whats()[0] == "GET"
     assert first == "POST resumable"
@@ -361,12 +361,12 @@ def test_chunks_leave_while_later_pieces_are_still_being_made(gcs: GCS) -> None:
         assert gcs.received == b"x" * 10
         yield b"z"
 
-    proved_store(gcs).create("key", pieces())
+    probed_store(gcs).create("key", pieces())
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_what_is_there_already_is_not_sent(gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     gcs.objects[KEY] = b"first"
     with pytest.raises(AlreadyExistsError):
         store.create("key", pieces_of(TEXT))
@@ -380,7 +380,7 @@ def test_what_came_meanwhile_stays(gcs: GCS) -> None:
         gcs.objects[KEY] = b"first"
 
     with pytest.raises(AlreadyExistsError):
-        proved_store(gcs).create("key", overtaken())
+        probed_store(gcs).create("key", overtaken())
     assert gcs.objects == {KEY: b"first"}
 
 
@@ -392,7 +392,7 @@ def test_pieces_that_fail_cancel_the_upload(error: BaseException, gcs: GCS) -> N
         raise error
 
     with pytest.raises(type(error)) as caught:
-        proved_store(gcs).create("key", pieces())
+        probed_store(gcs).create("key", pieces())
     assert caught.value is error
     assert gcs.whats()[-1] == "cancel"
     assert gcs.objects == {}
@@ -401,7 +401,7 @@ def test_pieces_that_fail_cancel_the_upload(error: BaseException, gcs: GCS) -> N
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("what", ["0-9/*", "10-19/*", "20-25/26"])
 def test_a_chunk_that_is_refused_ends_the_upload(what: str, gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     gcs.before = first_time(what, answer(403))
     with pytest.raises(StoreDeniedError, match=r"do not allow storage\.objects\.create") as caught:
         store.create("key", pieces_of(TEXT))
@@ -412,7 +412,7 @@ def test_a_chunk_that_is_refused_ends_the_upload(what: str, gcs: GCS) -> None:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("wrong", [{"crc32c": "AAAAAA=="}, {"size": "25"}])
 def test_an_upload_that_is_stored_otherwise_is_removed(wrong: dict[str, str], gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     gcs.says = wrong
     with pytest.raises(StoreError, match=r"but 26 bytes with .* were sent; it was removed") as caught:
         store.create("key", pieces_of(TEXT))
@@ -427,7 +427,7 @@ def test_an_upload_that_is_stored_otherwise_is_removed(wrong: dict[str, str], gc
 @pytest.mark.parametrize("failure", [LOST, answer(503), answer(429)])
 @pytest.mark.parametrize("what", ["0-9/*", "10-19/*", "20-25/26"])
 def test_a_chunk_that_did_not_arrive_is_sent_again(what: str, failure: Any, gcs: GCS) -> None:
-    store = proved_store(gcs, thrice)
+    store = probed_store(gcs, thrice)
     gcs.before = first_time(what, failure)
     store.create("key", pieces_of(TEXT))
     place = gcs.whats().index(what)
@@ -439,7 +439,7 @@ def test_a_chunk_that_did_not_arrive_is_sent_again(what: str, failure: Any, gcs:
 @pytest.mark.parametrize("what", ["0-9/*", "10-19/*", "20-25/26"])
 def test_a_chunk_that_arrived_is_not_sent_again(what: str, gcs: GCS) -> None:
     """Only the answer was lost: the server is asked, and has it."""
-    store = proved_store(gcs, thrice)
+    store = probed_store(gcs, thrice)
     gcs.after = first_time(what, LOST)
     store.create("key", pieces_of(TEXT))
     assert gcs.whats().count(what) == 1
@@ -448,7 +448,7 @@ def test_a_chunk_that_arrived_is_not_sent_again(what: str, gcs: GCS) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_chunk_of_which_a_part_arrived_goes_on_from_there(gcs: GCS) -> None:
-    store = proved_store(gcs, thrice)
+    store = probed_store(gcs, thrice)
     lose = first_time("10-19/*", LOST)
 
     def after(what: str) -> Any:
@@ -463,7 +463,7 @@ def test_a_chunk_of_which_a_part_arrived_goes_on_from_there(gcs: GCS) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_server_that_takes_less_than_a_chunk_gets_the_rest(gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     gcs.persists_max = 7
     store.create("key", pieces_of(TEXT))
     assert gcs.whats()[2:] == ["0-9/*", "7-9/*", "10-19/*", "17-19/*", "20-25/26"]
@@ -472,7 +472,7 @@ def test_a_server_that_takes_less_than_a_chunk_gets_the_rest(gcs: GCS) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_server_that_takes_nothing_is_not_asked_for_ever(gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     gcs.persists_max = 0
     with pytest.raises(StoreUnavailableError, match=r"gcs.test takes no more") as caught:
         store.create("key", pieces_of(TEXT))
@@ -483,7 +483,7 @@ def test_a_server_that_takes_nothing_is_not_asked_for_ever(gcs: GCS) -> None:
 @pytest.mark.parametrize("what", ["0-9/*", "10-19/*", "20-25/26"])
 def test_an_upload_that_the_server_forgot_begins_again(what: str, gcs: GCS) -> None:
     patience = Patience(sleep=lambda seconds: None)
-    store = RetryingStore(proved_store(gcs, patience.call), patience)
+    store = RetryingStore(probed_store(gcs, patience.call), patience)
     gcs.before = first_time(what, answer(410))
     store.create("key", pieces_of(TEXT))
     assert gcs.whats().count("POST resumable") == 2
@@ -493,7 +493,7 @@ def test_an_upload_that_the_server_forgot_begins_again(what: str, gcs: GCS) -> N
 @pytest.mark.usefixtures("small_chunks")
 def test_a_server_that_lost_what_it_had_begins_again(gcs: GCS) -> None:
     patience = Patience(sleep=lambda seconds: None)
-    store = RetryingStore(proved_store(gcs, patience.call), patience)
+    store = RetryingStore(probed_store(gcs, patience.call), patience)
     gcs.before = first_time("10-19/*", answer(308, headers={"Range": "bytes=0-3"}))
     store.create("key", pieces_of(TEXT))
     assert gcs.whats().count("POST resumable") == 2
@@ -504,7 +504,7 @@ def test_a_server_that_lost_what_it_had_begins_again(gcs: GCS) -> None:
 @pytest.mark.parametrize("second", [answer(412), answer(404)])
 def test_an_end_whose_answer_was_lost_may_have_been_ours(second: requests.Response, gcs: GCS) -> None:
     """The next try is refused because of the first one; whether it is our object is for the caller to look at."""
-    store = proved_store(gcs, thrice)
+    store = probed_store(gcs, thrice)
     gcs.after = first_time("20-25/26", LOST)
     gcs.before = lambda what: second if what == "*/26" else None
     with pytest.raises(StoreUnavailableError, match="it may be there") as caught:
@@ -516,7 +516,7 @@ def test_an_end_whose_answer_was_lost_may_have_been_ours(second: requests.Respon
 @pytest.mark.usefixtures("small_chunks")
 def test_our_own_object_is_found_again(gcs: GCS) -> None:
     patience = Patience(sleep=lambda seconds: None)
-    store = RetryingStore(proved_store(gcs), patience)
+    store = RetryingStore(probed_store(gcs), patience)
     gcs.after = first_time("20-25/26", LOST)
     store.create("key", pieces_of(TEXT))
     assert gcs.objects == {KEY: TEXT}
@@ -525,7 +525,7 @@ def test_our_own_object_is_found_again(gcs: GCS) -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_an_end_of_which_nothing_is_known_stays_unknown(gcs: GCS) -> None:
     """The last try certainly did nothing, but an earlier one may have."""
-    store = proved_store(gcs, thrice)
+    store = probed_store(gcs, thrice)
     gcs.after = first_time("20-25/26", LOST)
     gcs.before = lambda what: answer(429) if what == "*/26" else None
     with pytest.raises(StoreUnavailableError) as caught:
@@ -536,7 +536,7 @@ def test_an_end_of_which_nothing_is_known_stays_unknown(gcs: GCS) -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_a_server_that_ends_the_upload_when_it_is_asked_how_far_it_is(gcs: GCS) -> None:
     """So does fake-gcs-server 1.54: then part of the object is there, and must go again."""
-    store = proved_store(gcs, thrice)
+    store = probed_store(gcs, thrice)
     gcs.before = first_time("10-19/*", LOST)
     done = gcs._chunk
     gcs._chunk = (  # type: ignore[method-assign]
@@ -550,7 +550,7 @@ def test_a_server_that_ends_the_upload_when_it_is_asked_how_far_it_is(gcs: GCS) 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("what", ["GET", "POST resumable", "0-9/*", "10-19/*"])
 def test_what_fails_before_the_end_made_nothing(what: str, gcs: GCS) -> None:
-    store = proved_store(gcs)
+    store = probed_store(gcs)
     gcs.before = first_time(what, LOST)
     with pytest.raises(StoreUnavailableError) as caught:
         store.create("key", pieces_of(TEXT))

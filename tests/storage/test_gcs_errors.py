@@ -17,7 +17,8 @@ from orchestrator.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from orchestrator.storage.gcs.errors import ChecksumRefusedError, NoSuchRangeError, raised, refused
+from orchestrator.storage.bucket_errors import ChecksumRefusedError, NoSuchRangeError
+from orchestrator.storage.gcs.errors import raised, refused
 
 ENDPOINT = "https://gcs.test"
 WORDS = "the server's own words"

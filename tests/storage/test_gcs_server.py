@@ -132,7 +132,7 @@ from orchestrator.storage.gcs.bucket import Bucket
 from orchestrator.storage.gcs.store import GCSStore
 
 store, name = GCSStore(Bucket("bucket", sys.argv[1])), sys.argv[2]
-store.prove()
+store.probe()
 print("ready", flush=True)
 sys.stdin.readline()
 

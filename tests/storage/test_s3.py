@@ -126,11 +126,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "PART_BYTES", 10)
 
 
-def proved_store(client: ObjectClient) -> S3Store:
-    """A store that has proved its server; what that took is forgotten."""
+def probed_store(client: ObjectClient) -> S3Store:
+    """A store that has probed its server; what that took is forgotten."""
     store = S3Store(Bucket("bucket", "some/where", client=client))
-    store.prove()
-    store._proved = True
+    store.probe()
+    store._probed = True
     client.calls.clear()
     return store
 
@@ -139,7 +139,7 @@ def proved_store(client: ObjectClient) -> S3Store:
 
 
 def test_a_small_object_is_one_conditional_request_with_its_checksum(client: ObjectClient) -> None:
-    proved_store(client).create("a/key", [b"1234", b"56789"])
+    probed_store(client).create("a/key", [b"1234", b"56789"])
     ((operation, arguments),) = client.calls
     assert operation == "put_object"
     assert (arguments["Bucket"], arguments["Key"], arguments["IfNoneMatch"]) == ("bucket", "some/where/a/key", "*")
@@ -149,7 +149,7 @@ def test_a_small_object_is_one_conditional_request_with_its_checksum(client: Obj
 
 @pytest.mark.usefixtures("small_parts")
 def test_what_is_known_whole_is_one_request_however_long(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     store.create("index", [b"x" * 25, b"y" * 25])
     store.create("short", iter([b"x" * 4, b"y" * 5]))
     assert client.operations() == ["put_object", "put_object"]
@@ -187,10 +187,10 @@ def test_an_endpoint_with_a_password_is_refused_without_repeating_it() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------- the proof
+# ---------------------------------------------------------------------------------------------- the probe
 
 
-def test_the_first_create_proves_the_server_once(client: ObjectClient) -> None:
+def test_the_first_create_probes_the_server_once(client: ObjectClient) -> None:
     store = S3Store(Bucket("bucket", "", client=client))
     store.create("a", [b"1"])
     store.create("b", [b"2"])
@@ -215,22 +215,22 @@ def test_a_server_that_ignores_the_condition_is_refused_by_name(client: ObjectCl
 
 
 def ignoring(client: ObjectClient) -> S3Store:
-    """A store whose server ignores the condition, and which accepts that; it was proved."""
+    """A store whose server ignores the condition, and which accepts that; it was probed."""
 
     def drop_the_condition(operation: str, arguments: dict[str, Any]) -> None:
         arguments.pop("IfNoneMatch", None)
 
     client.fail = drop_the_condition
     store = S3Store(Bucket("bucket", "", client=client), without_conditional_writes=True)
-    store.prove()
-    store._proved = True
+    store.probe()
+    store._probed = True
     client.calls.clear()
     return store
 
 
 def test_an_accepted_server_gets_one_warning(client: ObjectClient, caplog: pytest.LogCaptureFixture) -> None:
     store = ignoring(client)
-    store.prove()
+    store.probe()
     store.create("a", [b"1"])
     (record,) = caplog.records
     assert "two supervisors could both claim one generation, and both believe that they won" in record.getMessage()
@@ -276,9 +276,9 @@ def test_an_accepted_server_that_does_honour_the_condition_is_used_as_ever(
     client: ObjectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = S3Store(Bucket("bucket", "", client=client), without_conditional_writes=True)
-    store.prove()
+    store.probe()
     client.calls.clear()
-    store._proved = True
+    store._probed = True
     store.create("a", [b"1"])
     assert client.operations() == ["put_object"]
     assert not caplog.records
@@ -330,7 +330,7 @@ def test_a_whole_object_is_compared_with_its_checksum(
     checksum: str, right: bool, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the server keeps one of the whole; a part of an object is for its reader to check."""
-    store = proved_store(client)
+    store = probed_store(client)
     done = client._done
     monkeypatch.setattr(
         client, "_done", lambda *words, **arguments: {**done(*words, **arguments), "ChecksumCRC32C": checksum}
@@ -355,7 +355,7 @@ TEXT = bytes(range(65, 91))
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_large_object_goes_in_parts(client: ObjectClient) -> None:
-    proved_store(client).create("key", pieces_of(TEXT))
+    probed_store(client).create("key", pieces_of(TEXT))
     operations = client.operations()
     assert operations[:2] == ["head_object", "create_multipart_upload"]
     assert operations[2:5] == ["upload_part"] * 3
@@ -383,8 +383,8 @@ class Bounded:
 def test_the_size_of_parts_goes_by_what_the_pieces_say(
     wrapped: bool, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
-    store: ObjectStore = proved_store(client)
+    monkeypatch.setattr(parts_module, "SMALLER", ((1 << 30, 5),))
+    store: ObjectStore = probed_store(client)
     if wrapped:
         store = RetryingStore(store, Patience())
     store.create("key", Bounded(TEXT, 30))
@@ -403,8 +403,8 @@ def test_the_size_of_parts_goes_by_what_the_pieces_say(
 def test_an_error_names_the_part(
     failure: tuple[str, int], problem: str, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", 5)
-    store = proved_store(client)
+    monkeypatch.setattr(parts_module, "SMALLER", ((1 << 30, 5),))
+    store = probed_store(client)
     client.fail = lambda _, arguments: failure if arguments.get("PartNumber") == 2 else None
     with pytest.raises(StoreError, match=problem):
         store.create("key", Bounded(TEXT, 30))
@@ -420,13 +420,13 @@ def test_parts_leave_while_later_pieces_are_still_being_made(client: ObjectClien
         assert first_left.wait(10)
         yield b"y" * 5
 
-    proved_store(client).create("key", pieces())
+    probed_store(client).create("key", pieces())
     assert client.objects["some/where/key"] == b"x" * 10 + b"y" * 5
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_what_is_there_already_is_not_sent(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     client.objects["some/where/key"] = b"first"
     with pytest.raises(AlreadyExistsError):
         store.create("key", pieces_of(TEXT))
@@ -435,7 +435,7 @@ def test_what_is_there_already_is_not_sent(client: ObjectClient) -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_what_came_meanwhile_stays(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
 
     def overtaken() -> Iterator[bytes]:
         yield from pieces_of(TEXT)
@@ -455,7 +455,7 @@ def test_pieces_that_fail_end_the_upload(error: BaseException, client: ObjectCli
         raise error
 
     with pytest.raises(type(error)) as caught:
-        proved_store(client).create("key", pieces())
+        probed_store(client).create("key", pieces())
     assert caught.value is error
     assert client.operations()[-1] == "abort_multipart_upload"
     assert "complete_multipart_upload" not in client.operations()
@@ -464,7 +464,7 @@ def test_pieces_that_fail_end_the_upload(error: BaseException, client: ObjectCli
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("number", [1, 2, 30])
 def test_a_part_that_fails_ends_the_upload(number: int, client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     client.fail = lambda _, arguments: ("AccessDenied", 403) if arguments.get("PartNumber") == number else None
     with pytest.raises(StoreError, match="do not allow UploadPart"):
         store.create("key", pieces_of(TEXT * 12))
@@ -484,7 +484,7 @@ def test_only_the_part_that_failed_is_sent_again(client: ObjectClient) -> None:
                 continue
 
     store = S3Store(Bucket("bucket", "", client=client), again)
-    store.prove()
+    store.probe()
     client.fail = lambda _, arguments: failures.pop() if arguments.get("PartNumber") == 2 and failures else None
     store.create("key", pieces_of(TEXT))
     assert sorted(part["PartNumber"] for part in client.named("upload_part")) == [1, 2, 2, 2, 3]
@@ -496,7 +496,7 @@ def test_a_part_that_may_not_be_sent_ends_the_others_patience(client: ObjectClie
     """Or an upload that cannot succeed would go on for a minute, for the sake of the others."""
     patience = Patience(deadline_seconds=1000.0, first_wait_seconds=0.001, wait_seconds_max=0.01)
     store = S3Store(Bucket("bucket", "", client=client), patience.call)
-    store.prove()
+    store.probe()
     slowed = threading.Event()
 
     def failure(_: str, arguments: dict[str, Any]) -> tuple[str, int] | None:
@@ -544,7 +544,7 @@ def twice(action: Callable[[], Any], **_: Any) -> Any:
 def test_a_completion_whose_answer_was_lost_may_have_been_ours(second: tuple[str, int], client: ObjectClient) -> None:
     """The next try is refused because of the first one; whether it is our object is for the caller to look at."""
     store = S3Store(Bucket("bucket", "", client=client), twice)
-    store.prove()
+    store.probe()
     failures = [second, ("InternalError", 500)]
     client.fail = lambda operation, _: failures.pop() if operation == "complete_multipart_upload" else None
     with pytest.raises(StoreUnavailableError, match="it may be there") as caught:
@@ -555,7 +555,7 @@ def test_a_completion_whose_answer_was_lost_may_have_been_ours(second: tuple[str
 @pytest.mark.usefixtures("small_parts")
 def test_a_completion_that_was_refused_is_tried_again_on_its_own(client: ObjectClient) -> None:
     store = S3Store(Bucket("bucket", "", client=client), twice)
-    store.prove()
+    store.probe()
     failures = [("SlowDown", 503)]
     client.fail = lambda operation, _: failures.pop() if operation == "complete_multipart_upload" and failures else None
     store.create("key", pieces_of(TEXT))
@@ -569,7 +569,7 @@ def test_a_completion_that_was_refused_is_tried_again_on_its_own(client: ObjectC
 def test_what_fails_before_the_completion_made_nothing(
     operation: str, failure: tuple[str, int], client: ObjectClient
 ) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     client.fail = lambda name, _: failure if name == operation else None
     with pytest.raises(StoreUnavailableError) as caught:
         store.create("key", pieces_of(TEXT))
@@ -585,7 +585,7 @@ def test_a_proof_that_fails_made_nothing(client: ObjectClient) -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_server_without_conditional_completion_is_asked_once(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     client.fail = lambda operation, arguments: (
         ("NotImplemented", 501) if operation == "complete_multipart_upload" and "IfNoneMatch" in arguments else None
     )
@@ -596,7 +596,7 @@ def test_a_server_without_conditional_completion_is_asked_once(client: ObjectCli
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_server_without_checksums_of_parts_gets_none_the_next_time(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     client.fail = lambda operation, arguments: (
         ("NotImplemented", 501) if operation == "upload_part" and "ChecksumCRC32C" in arguments else None
     )
@@ -609,7 +609,7 @@ def test_a_server_without_checksums_of_parts_gets_none_the_next_time(client: Obj
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_server_that_says_so_at_the_beginning_gets_none_at_all(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     client.fail = lambda operation, arguments: ("InvalidArgument", 400) if "ChecksumAlgorithm" in arguments else None
     store.create("a", pieces_of(TEXT))
     assert not any("ChecksumCRC32C" in part for part in client.named("upload_part"))
@@ -618,7 +618,7 @@ def test_a_server_that_says_so_at_the_beginning_gets_none_at_all(client: ObjectC
 
 @pytest.mark.usefixtures("small_parts")
 def test_the_size_is_read_back(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
 
     def lose_a_part(operation: str, arguments: dict[str, Any]) -> None:
         if operation == "complete_multipart_upload":
@@ -631,7 +631,7 @@ def test_the_size_is_read_back(client: ObjectClient) -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_an_object_whose_size_could_not_be_read_back_may_be_there(client: ObjectClient) -> None:
-    store = proved_store(client)
+    store = probed_store(client)
     client.fail = lambda operation, _: (
         ("SlowDown", 503) if operation == "head_object" and client.named("complete_multipart_upload") else None
     )
@@ -644,7 +644,7 @@ def test_an_object_whose_size_could_not_be_read_back_may_be_there(client: Object
 def test_what_has_too_many_parts_is_refused(client: ObjectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.storage.s3.upload.PARTS_MAX", 2)
     with pytest.raises(StoreError, match="more than 2 parts; 20 bytes were sent"):
-        proved_store(client).create("key", pieces_of(TEXT))
+        probed_store(client).create("key", pieces_of(TEXT))
     assert client.operations()[-1] == "abort_multipart_upload"
 
 

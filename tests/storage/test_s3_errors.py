@@ -14,13 +14,8 @@ from orchestrator.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from orchestrator.storage.s3.errors import (
-    ChecksumRefusedError,
-    SlowDownError,
-    UnsupportedError,
-    UploadGoneError,
-    store_error,
-)
+from orchestrator.storage.bucket_errors import ChecksumRefusedError, UploadGoneError
+from orchestrator.storage.s3.errors import SlowDownError, UnsupportedError, store_error
 
 ENDPOINT = "https://s3.test"
 

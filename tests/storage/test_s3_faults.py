@@ -71,15 +71,15 @@ class Scene:
     slept: list[float] = field(default_factory=list)
 
     def store(self, deadline_seconds: float = 20.0, silence_seconds: float = 20.0) -> RetryingStore:
-        """It has proved its server already."""
+        """It has probed its server already."""
         settings = {**self.server.settings(), "endpoint_url": self.proxy.url}
         bucket = Bucket(BUCKET, self.prefix, silence_seconds=silence_seconds, connect_seconds=2.0, settings=settings)
         patience = Patience(
             deadline_seconds=deadline_seconds, first_wait_seconds=0.01, wait_seconds_max=0.05, sleep=self._sleep
         )
         inner = S3Store(bucket, patience.call)
-        inner.prove()
-        inner._proved = True
+        inner.probe()
+        inner._probed = True
         self.stores.append(inner)
         return RetryingStore(inner, patience)
 
@@ -117,7 +117,7 @@ class Scene:
 
 @pytest.fixture
 def scene(s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(parts_module, "SMALL_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(parts_module, "SMALLER", ((1 << 30, PART_BYTES),))
     server = s3_servers.shared("seaweedfs")
     with FaultyProxy(server.url) as proxy:
         scene = Scene(proxy, server, server.bucket())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from orchestrator.storage.s3.limit import GROW_AFTER, AdaptiveLimit, Outcome
+from orchestrator.storage.s3.limit import GROW_AFTER, AdaptiveLimit, RequestOutcome
 
 
 def begun(limit: AdaptiveLimit) -> list[int]:
@@ -19,17 +19,17 @@ def test_no_more_than_the_limit_begin() -> None:
     limit = AdaptiveLimit(at_once_max=4)
     tickets = begun(limit)
     assert len(tickets) == 4
-    limit.end(tickets[0], Outcome.ARRIVED)
+    limit.end(tickets[0], RequestOutcome.ARRIVED)
     assert len(begun(limit)) == 1
 
 
 def test_refusals_of_one_moment_halve_once() -> None:
     limit = AdaptiveLimit(at_once_max=8)
     for ticket in begun(limit):
-        limit.end(ticket, Outcome.SLOWED)
+        limit.end(ticket, RequestOutcome.SLOWED)
     assert limit.at_once == 4
     for ticket in begun(limit):
-        limit.end(ticket, Outcome.SLOWED)
+        limit.end(ticket, RequestOutcome.SLOWED)
     assert limit.at_once == 2
 
 
@@ -39,7 +39,7 @@ def test_it_goes_down_to_one_and_no_further() -> None:
     for _ in range(4):
         ticket = limit.begin()
         assert ticket is not None
-        limit.end(ticket, Outcome.SLOWED)
+        limit.end(ticket, RequestOutcome.SLOWED)
         seen.append(limit.at_once)
     assert seen == [2, 1, 1, 1]
 
@@ -47,29 +47,29 @@ def test_it_goes_down_to_one_and_no_further() -> None:
 def test_it_grows_by_one_after_a_run_of_arrivals() -> None:
     limit = AdaptiveLimit(at_once_max=4)
 
-    def one(outcome: Outcome) -> int:
+    def one(outcome: RequestOutcome) -> int:
         ticket = limit.begin()
         assert ticket is not None
         limit.end(ticket, outcome)
         return limit.at_once
 
-    assert one(Outcome.SLOWED) == 2
-    assert [one(Outcome.ARRIVED) for _ in range(GROW_AFTER)] == [2] * (GROW_AFTER - 1) + [3]
+    assert one(RequestOutcome.SLOWED) == 2
+    assert [one(RequestOutcome.ARRIVED) for _ in range(GROW_AFTER)] == [2] * (GROW_AFTER - 1) + [3]
     for _ in range(GROW_AFTER - 1):
-        assert one(Outcome.ARRIVED) == 3
-    assert one(Outcome.SLOWED) == 1, "and the run begins anew"
+        assert one(RequestOutcome.ARRIVED) == 3
+    assert one(RequestOutcome.SLOWED) == 1, "and the run begins anew"
     for _ in range(3 * GROW_AFTER):
-        one(Outcome.ARRIVED)
+        one(RequestOutcome.ARRIVED)
     assert limit.at_once == 4
     for _ in range(3 * GROW_AFTER):
-        assert one(Outcome.ARRIVED) == 4
+        assert one(RequestOutcome.ARRIVED) == 4
 
 
 def test_other_failures_change_nothing() -> None:
     limit = AdaptiveLimit(at_once_max=4)
     for _ in range(20):
         for ticket in begun(limit):
-            limit.end(ticket, Outcome.FAILED)
+            limit.end(ticket, RequestOutcome.FAILED)
     assert limit.at_once == 4
 
 
@@ -83,6 +83,6 @@ def test_in_any_order_it_stays_within_its_bounds(seed: int) -> None:
             assert limit.under_way <= limit.at_once
             tickets.append(ticket)
         elif tickets:
-            limit.end(tickets.pop(draw.randrange(len(tickets))), draw.choice(list(Outcome)))
+            limit.end(tickets.pop(draw.randrange(len(tickets))), draw.choice(list(RequestOutcome)))
         assert 1 <= limit.at_once <= 8
         assert limit.under_way == len(tickets)

@@ -208,7 +208,7 @@ from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.store import S3Store
 
 store, name = S3Store(Bucket("bucket", sys.argv[1])), sys.argv[2]
-store.prove()
+store.probe()
 print("ready", flush=True)
 sys.stdin.readline()
 

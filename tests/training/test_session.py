@@ -27,6 +27,7 @@ from orchestrator.checkpoint.slots import LeaveOutcome, SlotState, WorkerPhase
 from orchestrator.core.messages import CheckpointId, Mode
 from orchestrator.errors import (
     ConfigError,
+    FencedError,
     FormatError,
     GateError,
     PeerError,
@@ -771,6 +772,22 @@ def test_attached_and_alone_a_signal_is_left_on_at_the_next_step(stage: Stage) -
     with pytest.raises(Preempted, match="without a new checkpoint"):
         script.run(run, 10, after=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
     assert run.step == 3
+
+
+@pytest.mark.parametrize(("at", "until"), [(3, 10), (4, 4)])
+def test_attached_a_script_whose_job_is_another_runs_stops(stage: Stage, at: int, until: int) -> None:
+    """Nothing that it trains would be saved: neither in the middle nor at the end does it look as if it were."""
+    agent = stage.agent(attached=True, until=until, commits=False)
+    script = Script()
+    run = script.attach()
+
+    def taken_over(step: int) -> None:
+        if step == at - 1:
+            agent.control.set_outcome(LeaveOutcome.SUPERSEDED, step)
+
+    with pytest.raises(FencedError, match="another run has taken over the job"):
+        script.run(run, until, after=taken_over)
+    assert run.step == at
 
 
 def test_attached_and_alone_training_goes_on_without_a_signal(stage: Stage) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from crc32c import crc32c
 
+from orchestrator.storage.arguments import bytes_of
 from orchestrator.storage.base import Piece
 
 CHUNK_BYTES = 32 << 20
@@ -54,7 +55,7 @@ def cut(pieces: Iterable[Piece]) -> Iterator[tuple[Content, bool]]:
     CHUNK_BYTES, and come as soon as a byte follows."""
     views: list[memoryview] = []
     missing = CHUNK_BYTES
-    for view in map(_bytes_of, pieces):
+    for view in map(bytes_of, pieces):
         rest = view
         while rest:
             if missing == 0:
@@ -68,9 +69,4 @@ def cut(pieces: Iterable[Piece]) -> Iterator[tuple[Content, bool]]:
 
 def whole(pieces: Iterable[Piece]) -> Content:
     """All pieces at once."""
-    return Content([view for view in map(_bytes_of, pieces) if view])
-
-
-def _bytes_of(piece: Piece) -> memoryview:
-    view = memoryview(piece)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return Content([view for view in map(bytes_of, pieces) if view])

@@ -22,6 +22,13 @@ from orchestrator.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from orchestrator.storage.bucket_errors import (
+    ChecksumRefusedError,
+    NoSuchRangeError,
+    first_line,
+    kind_of,
+    retry_after_seconds,
+)
 
 _BUSY_STATUSES = (408, 429, 500, 502, 503, 504)
 _BUSY_REASONS = ("rateLimitExceeded", "userRateLimitExceeded", "backendError")
@@ -35,35 +42,23 @@ _ADVICE = (
 )
 
 
-class ChecksumRefusedError(StoreUnavailableError):
-    """The server found another checksum than was sent: what arrived was damaged."""
-
-
-class UploadGoneError(StoreError):
-    """The server no longer knows the resumable upload: it was cancelled, is too old, or its memory of it is lost."""
-
-
-class NoSuchRangeError(StoreError):
-    """The object ends before the range that was asked for begins."""
-
-
 def raised(key: str, bucket: str, endpoint: str, error: Exception) -> StoreError:
     """The StoreError for a request that got no answer."""
     if isinstance(error, auth.TransportError) or (isinstance(error, auth.RefreshError) and error.retryable):
-        problem = f"whoever gives out the credentials for gs://{bucket} could not be asked ({_kind(error)})"
+        problem = f"whoever gives out the credentials for gs://{bucket} could not be asked ({kind_of(error)})"
         return StoreUnavailableError(key, problem, maybe_done=False)
     if isinstance(error, auth.GoogleAuthError):
-        return StoreDeniedError(key, f"no usable credentials for gs://{bucket} ({_kind(error)}); {_ADVICE}")
+        return StoreDeniedError(key, f"no usable credentials for gs://{bucket} ({kind_of(error)}); {_ADVICE}")
     if isinstance(error, requests.exceptions.SSLError) and "certificate" in str(error).lower():
         advice = "REQUESTS_CA_BUNDLE names a file of authorities to trust"
         return StoreError(key, f"the certificate of {endpoint} cannot be verified; {advice}")
     if isinstance(error, requests.exceptions.ConnectTimeout | requests.exceptions.ProxyError) or _is_new(error):
-        return StoreUnavailableError(key, f"{endpoint} cannot be reached ({_kind(error)})", maybe_done=False)
+        return StoreUnavailableError(key, f"{endpoint} cannot be reached ({kind_of(error)})", maybe_done=False)
     if isinstance(error, ValueError) and isinstance(error, requests.exceptions.RequestException):
-        return StoreError(key, f"{endpoint} is no address that can be asked ({_kind(error)})")
+        return StoreError(key, f"{endpoint} is no address that can be asked ({kind_of(error)})")
     if type(error) is OSError and error.errno is None:  # such as REQUESTS_CA_BUNDLE that names no file
-        return StoreError(key, f"{endpoint} cannot be asked: {_short(error)}")
-    return StoreUnavailableError(key, f"{endpoint} broke off, or was silent for too long ({_kind(error)})")
+        return StoreError(key, f"{endpoint} cannot be asked: {first_line(error)}")
+    return StoreUnavailableError(key, f"{endpoint} broke off, or was silent for too long ({kind_of(error)})")
 
 
 def refused(
@@ -76,7 +71,7 @@ def refused(
             key,
             f"{endpoint} could not do it now: {reason or 'no reason was given'} ({status})",
             maybe_done=status not in (403, 429),
-            retry_after_seconds=_retry_after_seconds(headers),
+            retry_after_seconds=retry_after_seconds(headers.get("Retry-After", "")),
         )
     if status == 404 and (action in _IN_BUCKET or "bucket does not exist" in words):
         return StoreError(key, f"there is no bucket {bucket!r} at {endpoint}; make it, or correct the store's URL")
@@ -110,22 +105,7 @@ def _reason_and_words(body: bytes) -> tuple[str, str]:
         return "", body[:300].decode(errors="replace").strip() or "no reason was given"
 
 
-def _retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """Of the header Retry-After, where it is a number of seconds; dates are not understood."""
-    text = headers.get("Retry-After", "")
-    return float(text) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) else None
-
-
 def _is_new(error: Exception) -> bool:
     """Whether no connection came about. `requests` says so only in what it was raised for."""
     reason = getattr(error.args[0], "reason", None) if error.args else None
     return type(reason).__name__ in ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError")
-
-
-def _kind(error: Exception) -> str:
-    """Only the kind: the text may hold an address with what belongs to nobody else."""
-    return type(error).__name__
-
-
-def _short(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]

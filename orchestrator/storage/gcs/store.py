@@ -3,7 +3,7 @@
 What is small, or known whole, is one request with `ifGenerationMatch=0`: the create-if-absent that claims and commits
 rest on. A shard that comes in pieces is a resumable upload under a key of its own: its chunks leave while later pieces
 are still being made, and what the server says it has stored is compared with what was sent. There may be servers that
-ignore the condition silently, so before its first write a store proves that a second one is refused.
+ignore the condition silently, so before its first write a store finds out, by a probe, that a second one is refused.
 
 Not here: retries (`storage/retrying`), and the unfinished uploads of killed writers: nobody can list them, and GCS
 forgets them after a week. Called through `storage/opening`.
@@ -24,10 +24,10 @@ from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
 from orchestrator.storage.answers import Body, check_range_of, checksum_text
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece
+from orchestrator.storage.bucket_errors import NoSuchRangeError, nothing_done
 from orchestrator.storage.gcs.bucket import Bucket, json_of
 from orchestrator.storage.gcs.content import Content, cut, whole
-from orchestrator.storage.gcs.errors import NoSuchRangeError
-from orchestrator.storage.gcs.upload import Again, check_stored, nothing_done, upload
+from orchestrator.storage.gcs.upload import Again, check_stored, upload
 
 ONE_REQUEST_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
@@ -48,8 +48,8 @@ class GCSStore:
     def __init__(self, bucket: Bucket, again: Again = once) -> None:
         self._bucket = bucket
         self._again = again
-        self._proving = threading.Lock()
-        self._proved = False
+        self._probing = threading.Lock()
+        self._probed = False
 
     @property
     def url(self) -> str:
@@ -59,7 +59,7 @@ class GCSStore:
     def create(self, key: str, pieces: Iterable[Piece]) -> None:
         """See the port. One request for a list of pieces, and for what is smaller than a chunk."""
         key_parts(key)
-        self._prove_once()
+        self._probe_once()
         if isinstance(pieces, list | tuple):
             content = whole(pieces)
             if len(content) <= ONE_REQUEST_BYTES_MAX:
@@ -118,7 +118,7 @@ class GCSStore:
         """Closes the idle connections. The store stays usable."""
         self._bucket.close()
 
-    def prove(self) -> None:
+    def probe(self) -> None:
         """Write a key of a random name twice: the second time must be refused. Removes it again.
 
         Raises StoreError, naming the server, if it does not keep the promise of `create`.
@@ -135,11 +135,11 @@ class GCSStore:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    def _prove_once(self) -> None:
-        with self._proving, nothing_done():
-            if not self._proved:
-                self.prove()
-                self._proved = True
+    def _probe_once(self) -> None:
+        with self._probing, nothing_done():
+            if not self._probed:
+                self.probe()
+                self._probed = True
 
     def _check_refusal(self, key: str) -> None:
         try:

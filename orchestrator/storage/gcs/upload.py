@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import requests
 
 from orchestrator.errors import AlreadyExistsError, StoreError, StoreUnavailableError
 from orchestrator.storage.answers import checksum_text
+from orchestrator.storage.bucket_errors import UploadGoneError, nothing_done
 from orchestrator.storage.gcs.bucket import Bucket, json_of
 from orchestrator.storage.gcs.content import Content
-from orchestrator.storage.gcs.errors import UploadGoneError
 
 Again = Callable[[Callable[[], Any]], Any]
 _PERSISTED = re.compile(r"bytes=0-([0-9]{1,18})")
@@ -47,18 +47,6 @@ def upload(bucket: Bucket, key: str, chunks: Iterable[tuple[Content, bool]], aga
     except BaseException:
         running.cancel()
         raise
-
-
-@contextlib.contextmanager
-def nothing_done() -> Iterator[None]:
-    """Whatever fails here, the object was not made by it."""
-    try:
-        yield
-    except StoreUnavailableError as error:
-        error.maybe_done = False
-        raise
-    except UploadGoneError as error:
-        raise StoreUnavailableError(error.key, error.problem, maybe_done=False) from error
 
 
 def check_stored(bucket: Bucket, key: str, stored: dict[str, Any], size_bytes: int, digest: int) -> None:

@@ -5,7 +5,6 @@ Called by `bucket`, which alone calls the SDK.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,14 @@ from orchestrator.errors import (
     StoreError,
     StoreFullError,
     StoreUnavailableError,
+)
+from orchestrator.storage.bucket_errors import (
+    ChecksumRefusedError,
+    NoSuchRangeError,
+    UploadGoneError,
+    first_line,
+    kind_of,
+    retry_after_seconds,
 )
 
 _LOST_CODES = ("PreconditionFailed", "412")
@@ -65,20 +72,8 @@ class UnsupportedError(StoreError):
     """The server cannot do something that the request had, such as a checksum or a condition."""
 
 
-class ChecksumRefusedError(StoreUnavailableError):
-    """The server found another checksum than was sent: what arrived was damaged, or it cannot compute it."""
-
-
-class UploadGoneError(StoreError):
-    """The server no longer knows the upload in parts: aborted, or completed by a request whose answer was lost."""
-
-
 class SlowDownError(StoreUnavailableError):
     """The server asks for fewer requests."""
-
-
-class NoSuchRangeError(StoreError):
-    """The object ends before the range that was asked for begins."""
 
 
 def store_error(key: str, bucket: str, endpoint: str, operation: str, error: Exception) -> StoreError:
@@ -87,15 +82,15 @@ def store_error(key: str, bucket: str, endpoint: str, operation: str, error: Exc
         return _answered(key, bucket, endpoint, operation, error)
     if isinstance(error, _NO_CREDENTIALS):
         advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role"
-        return StoreDeniedError(key, f"no usable credentials for s3://{bucket}: {_short(error)}; {advice}")
+        return StoreDeniedError(key, f"no usable credentials for s3://{bucket}: {first_line(error)}; {advice}")
     if isinstance(error, sdk.SSLError) and "certificate" in str(error).lower():
         advice = "AWS_CA_BUNDLE names a file of authorities to trust"
         return StoreError(key, f"the certificate of {endpoint} cannot be verified; {advice}")
     if isinstance(error, _NEVER_SENT):
-        return StoreUnavailableError(key, f"{endpoint} cannot be reached ({_kind(error)})", maybe_done=False)
+        return StoreUnavailableError(key, f"{endpoint} cannot be reached ({kind_of(error)})", maybe_done=False)
     if isinstance(error, sdk.HTTPClientError | sdk.ReadTimeoutError | OSError | HTTPError):
-        return StoreUnavailableError(key, f"{endpoint} broke off, or was silent for too long ({_kind(error)})")
-    return StoreError(key, f"{operation} on s3://{bucket} failed: {_short(error)}")
+        return StoreUnavailableError(key, f"{endpoint} broke off, or was silent for too long ({kind_of(error)})")
+    return StoreError(key, f"{operation} on s3://{bucket} failed: {first_line(error)}")
 
 
 def _answered(key: str, bucket: str, endpoint: str, operation: str, error: sdk.ClientError) -> StoreError:
@@ -132,7 +127,7 @@ def _busy(key: str, endpoint: str, code: str, status: int, error: sdk.ClientErro
         key,
         f"{endpoint} could not do it now: {code} ({status})",
         maybe_done=code not in _NEVER_DONE_CODES and status != 429,
-        retry_after_seconds=_retry_after_seconds(_headers(error)),
+        retry_after_seconds=retry_after_seconds(_headers(error).get("retry-after", "")),
     )
 
 
@@ -140,12 +135,6 @@ def _wrong_region(bucket: str, endpoint: str, error: sdk.ClientError) -> str:
     region = error.response.get("Error", {}).get("Region") or _headers(error).get("x-amz-bucket-region")
     advice = f"set AWS_REGION={region}" if region else "set AWS_REGION to the bucket's region"
     return f"the bucket {bucket!r} is in another region than the one asked ({endpoint}); {advice}"
-
-
-def _retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """Of the header Retry-After, where it is a number of seconds; dates are not understood."""
-    text = headers.get("retry-after", "")
-    return float(text) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) else None
 
 
 def _status(error: sdk.ClientError) -> int:
@@ -159,12 +148,3 @@ def _headers(error: sdk.ClientError) -> Mapping[str, Any]:
 
 def _server_words(error: sdk.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Message", "no reason was given"))[:300]
-
-
-def _kind(error: Exception) -> str:
-    """Only the kind: the text may hold an address with what belongs to nobody else."""
-    return type(error).__name__
-
-
-def _short(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]

@@ -12,7 +12,7 @@ GROW_AFTER = 8
 """Parts that arrived, one after another without a refusal, before one more is tried at once."""
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """What became of one request."""
 
     ARRIVED = "arrived"
@@ -47,15 +47,15 @@ class AdaptiveLimit:
         self.under_way += 1
         return self._halvings
 
-    def end(self, ticket: int, outcome: Outcome) -> None:
+    def end(self, ticket: int, outcome: RequestOutcome) -> None:
         """The request with that ticket is over."""
         self.under_way -= 1
-        if outcome is Outcome.SLOWED:
+        if outcome is RequestOutcome.SLOWED:
             self._arrived = 0
             if ticket == self._halvings:
                 self.at_once = max(1, self.at_once // 2)
                 self._halvings += 1
-        elif outcome is Outcome.ARRIVED:
+        elif outcome is RequestOutcome.ARRIVED:
             self._arrived += 1
             if self._arrived >= GROW_AFTER and self.at_once < self.at_once_max:
                 self.at_once += 1

@@ -5,22 +5,25 @@ Pure; no SDK. Called by `store` and `upload`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
-from orchestrator.storage.answers import checksum
-from orchestrator.storage.base import Piece
+from orchestrator.storage.answers import checksum, checksum_text
+from orchestrator.storage.arguments import bytes_of
+from orchestrator.storage.base import Piece, digest_of
 
-PART_BYTES = 16 << 20
-"""Of the first EQUAL_PARTS parts of what may be of any size. Some servers (R2) take only parts of equal size."""
+PART_BYTES = 32 << 20
+"""Of what is large, or of any size: a part costs the SDK 3 to 4 ms of a core, whatever its size, and no memory."""
+SMALLER = ((64 << 20, 8 << 20), (256 << 20, 16 << 20))
+"""(objects of no more bytes than these, their parts' size): so that there are more than a few to be sent at once."""
 EQUAL_PARTS = 5000
-"""After that many, the size doubles every DOUBLING_PARTS: 10,000 parts are the most that S3 takes."""
+"""Some servers (R2) take only parts of equal size. Where the object's size is not bounded, so many are equal."""
 DOUBLING_PARTS = 1000
-SMALL_BYTES_MAX, SMALL_PART_BYTES = 1 << 30, 8 << 20
-"""What is known to be no larger goes in smaller parts: there are more than a few to be sent at once, or again."""
-LARGE_BYTES_MIN, LARGE_PART_BYTES = 15_000_000_000, 32 << 20
-"""A shard of a model of 70 billion parameters on 64 ranks; a part costs a request, and no memory."""
+"""After those, the size doubles after each so many: 10,000 parts are the most that S3 takes."""
+LARGE_BYTES_MIN = 15_000_000_000
+"""A shard of a model of 70 billion parameters on 64 ranks."""
 PARTS_AT_ONCE, LARGE_PARTS_AT_ONCE = 4, 8
 """Of one object, on their way to the server, if it does not ask for fewer."""
 PARTS_MAX = 10_000
@@ -48,21 +51,19 @@ def plan_parts(size_bytes_max: int | None) -> PartPlan:
     """The plan for an object of no more bytes than that; None: nobody knows."""
     if size_bytes_max is None:
         return PartPlan(first_bytes=PART_BYTES, at_once=PARTS_AT_ONCE)
-    if size_bytes_max <= SMALL_BYTES_MAX:
-        size_bytes, at_once = SMALL_PART_BYTES, PARTS_AT_ONCE
-    elif size_bytes_max < LARGE_BYTES_MIN:
-        size_bytes, at_once = PART_BYTES, PARTS_AT_ONCE
-    else:
-        least = -(-size_bytes_max // (PARTS_MAX << 20)) << 20
-        size_bytes, at_once = max(LARGE_PART_BYTES, least), LARGE_PARTS_AT_ONCE
+    least = -(-size_bytes_max // (PARTS_MAX << 20)) << 20
+    size_bytes = next((size for limit, size in SMALLER if size_bytes_max <= limit), max(PART_BYTES, least))
+    at_once = PARTS_AT_ONCE if size_bytes_max < LARGE_BYTES_MIN else LARGE_PARTS_AT_ONCE
     return PartPlan(first_bytes=size_bytes, at_once=at_once, count_max=max(1, -(-size_bytes_max // size_bytes)))
 
 
 class Part:
     """Consecutive views of memory as a file that is read once from its beginning, or again after `seek(0)`."""
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Sequence[memoryview], known: Callable[[], int | None] = lambda: None) -> None:
+        """`known`: their crc32c, if somebody has it already."""
         self.views = views
+        self._known = known
         self._starts = [0, *accumulate(len(view) for view in views)]
         self._place = 0
         self._position = 0
@@ -98,30 +99,28 @@ class Part:
 
     def checksum(self) -> str:
         """crc32c of all bytes, as S3 writes it."""
-        return checksum(self.views)
+        digest = self._known()
+        return checksum(self.views) if digest is None else checksum_text(digest)
 
 
 def cut(pieces: Iterable[Piece], plan: PartPlan) -> Iterator[Part]:
     """Parts of exactly the planned sizes, as soon as their bytes are there; the last one is smaller, maybe empty."""
-    number, missing = 1, plan.part_bytes(1)
+    known = digest_of(pieces)
+    number, start, missing = 1, 0, plan.part_bytes(1)
     views: list[memoryview] = []
-    for view in map(_bytes_of, pieces):
+    for view in map(bytes_of, pieces):
         rest = view
         while len(rest) >= missing:
-            yield Part([*views, rest[:missing]])
-            rest, number, views = rest[missing:], number + 1, []
+            stop = start + plan.part_bytes(number)
+            yield Part([*views, rest[:missing]], partial(known, start, stop))
+            rest, number, start, views = rest[missing:], number + 1, stop, []
             missing = plan.part_bytes(number)
         if rest:
             views.append(rest)
             missing -= len(rest)
-    yield Part(views)
+    yield Part(views, partial(known, start, start + sum(map(len, views))))
 
 
 def whole(pieces: Iterable[Piece]) -> Part:
     """All pieces as one part."""
-    return Part([view for view in map(_bytes_of, pieces) if view])
-
-
-def _bytes_of(piece: Piece) -> memoryview:
-    view = memoryview(piece)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return Part([view for view in map(bytes_of, pieces) if view])

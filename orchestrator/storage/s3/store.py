@@ -3,8 +3,9 @@
 What is small, or known whole, is one conditional PutObject: the create-if-absent that claims and commits rest on. A
 shard that comes in pieces is a multipart upload: its parts leave while later pieces are still being made, and it is
 completed under the same condition where the server knows it. There are servers that ignore the condition silently,
-so before its first write a store proves that a second one is refused. Whoever accepts such a server in the store's
-URL gets a warning, and creates that look before they write and read back what they wrote: better than nothing.
+so before its first write a store finds out, by a probe, that a second one is refused. Whoever accepts such a server in
+the store's URL gets a warning, and creates that look before they write and read back what they wrote: better than
+nothing.
 
 Uploads in parts that killed writers left are listed by `unfinished`. Not here: retries (`storage/retrying`). Called
 through `storage/opening`.
@@ -25,11 +26,12 @@ from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError, S
 from orchestrator.storage.answers import Body, check_range_of
 from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
 from orchestrator.storage.base import Entry, Piece, Unfinished, bytes_at_most
+from orchestrator.storage.bucket_errors import ChecksumRefusedError, NoSuchRangeError, UploadGoneError, nothing_done
 from orchestrator.storage.retrying import holds
 from orchestrator.storage.s3.bucket import Bucket
-from orchestrator.storage.s3.errors import ChecksumRefusedError, NoSuchRangeError, UnsupportedError, UploadGoneError
+from orchestrator.storage.s3.errors import UnsupportedError
 from orchestrator.storage.s3.parts import Part, PartPlan, cut, plan_parts, whole
-from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, nothing_done, upload
+from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, upload
 
 ONE_PUT_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
@@ -56,8 +58,8 @@ class S3Store:
         self._unconditional = False
         self._again = again
         self._abilities = Abilities()
-        self._proving = threading.Lock()
-        self._proved = False
+        self._probing = threading.Lock()
+        self._probed = False
 
     @property
     def url(self) -> str:
@@ -67,7 +69,7 @@ class S3Store:
     def create(self, key: str, pieces: Iterable[Piece]) -> None:
         """See the port. One request for a list of pieces, and for what is smaller than a part."""
         key_parts(key)
-        self._prove_once()
+        self._probe_once()
         if isinstance(pieces, list | tuple):
             content = whole(pieces)
             if len(content) <= ONE_PUT_BYTES_MAX:
@@ -147,7 +149,7 @@ class S3Store:
         """Closes the idle connections. The store stays usable."""
         self._bucket.close()
 
-    def prove(self) -> None:
+    def probe(self) -> None:
         """Write a key of a random name twice: the second time must be refused. Removes it again.
 
         Raises StoreError, naming the server, if it does not keep the promise of `create`.
@@ -169,11 +171,11 @@ class S3Store:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    def _prove_once(self) -> None:
-        with self._proving, nothing_done():
-            if not self._proved:
-                self.prove()
-                self._proved = True
+    def _probe_once(self) -> None:
+        with self._probing, nothing_done():
+            if not self._probed:
+                self.probe()
+                self._probed = True
 
     def _put_adapting(self, key: str, content: bytes) -> None:
         """The first write of all finds out whether the server takes checksums."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from orchestrator.errors import AlreadyExistsError, StoreError, StoreUnavailableError
+from orchestrator.storage.bucket_errors import UploadGoneError, nothing_done
 from orchestrator.storage.s3.bucket import Bucket
-from orchestrator.storage.s3.errors import SlowDownError, UnsupportedError, UploadGoneError
-from orchestrator.storage.s3.limit import AdaptiveLimit, Outcome
+from orchestrator.storage.s3.errors import SlowDownError, UnsupportedError
+from orchestrator.storage.s3.limit import AdaptiveLimit, RequestOutcome
 from orchestrator.storage.s3.parts import PARTS_MAX, Part, PartPlan
 
 _Answer = Future[dict[str, Any]]
@@ -54,18 +55,6 @@ def upload(
         running.abort()
         raise
     return size_bytes
-
-
-@contextlib.contextmanager
-def nothing_done() -> Iterator[None]:
-    """Whatever fails here, the object was not made by it."""
-    try:
-        yield
-    except StoreUnavailableError as error:
-        error.maybe_done = False
-        raise
-    except UploadGoneError as error:
-        raise StoreUnavailableError(error.key, error.problem, maybe_done=False) from error
 
 
 @contextlib.contextmanager
@@ -149,7 +138,7 @@ class _Upload:
         self._bucket.call("complete_multipart_upload", self._key, **arguments)
 
     def abort(self) -> None:
-        """Forget the parts. What cannot be removed now is invisible; a lifecycle rule of the bucket removes it."""
+        """Forget the parts. What cannot be removed now is invisible; a sweep removes it, or a lifecycle rule."""
         with contextlib.suppress(StoreError):
             self._bucket.call("abort_multipart_upload", self._key, UploadId=self._id)
 
@@ -208,12 +197,12 @@ class _Gate:
                 self._changed.wait()
             if ticket is None:
                 raise StoreError(key, "was not sent: the upload is over")
-        outcome = Outcome.FAILED
+        outcome = RequestOutcome.FAILED
         try:
             yield time.monotonic() - began
-            outcome = Outcome.ARRIVED
+            outcome = RequestOutcome.ARRIVED
         except SlowDownError:
-            outcome = Outcome.SLOWED
+            outcome = RequestOutcome.SLOWED
             raise
         finally:
             with self._changed:
