@@ -21,7 +21,7 @@ from orchestrator.core.values import Changeable
 STEPS_QUIET = 10
 PACES = 9  # from which a step's time is taken: their median, so that a pause does not count
 PAUSES_QUIET = 2
-STOPPED, UNINTERRUPTIBLE = "T", "D"
+RUNNABLE, STOPPED, UNINTERRUPTIBLE = "R", "T", "D"
 IDLE_SECONDS = 0.1  # of processor time in a look's second: less is nothing
 RANKS_TOLD_MAX = 8
 
@@ -99,7 +99,7 @@ def judge(gang: Gang, looks: Iterable[RankLook]) -> Verdict | None:
         return _held(gang, seen, held)
     suspects = _behind(seen) or _elsewhere(seen)
     if suspects:
-        idle = all(look.busy_seconds < IDLE_SECONDS for look in suspects)
+        idle = all(_is_idle(look) for look in suspects)
         doing = "no processor time passes there" if idle else "processor time passes there"
         words = f"{_names(gang, [look.rank for look in suspects])} {_how(seen, suspects)}; {doing}{_where(suspects)}"
         return _verdict(Sign.IDLE if idle else Sign.BUSY, suspects, words)
@@ -107,14 +107,19 @@ def judge(gang: Gang, looks: Iterable[RankLook]) -> Verdict | None:
     silent = tuple(rank for place in gang.places for rank in place.ranks if rank not in answered)
     if silent:
         return Verdict(sign=Sign.SILENT, ranks=silent, words=f"the agent of {_names(gang, silent)} does not answer")
-    idle = all(look.busy_seconds < IDLE_SECONDS for look in seen)
+    idle = all(_is_idle(look) for look in seen)
     doing = "no processor time passes" if idle else "processor time passes"
     words = f"no rank stands out; {doing}{_where(seen)}"
     return _verdict(Sign.IDLE if idle else Sign.BUSY, [], words)
 
 
 def _is_held(look: RankLook) -> bool:
-    return look.state == STOPPED or (look.state == UNINTERRUPTIBLE and look.busy_seconds < IDLE_SECONDS)
+    return look.state == STOPPED or (look.state == UNINTERRUPTIBLE and _is_idle(look))
+
+
+def _is_idle(look: RankLook) -> bool:
+    """It takes no processor time, and does not wait for a processor either."""
+    return look.busy_seconds < IDLE_SECONDS and look.state != RUNNABLE
 
 
 def _held(gang: Gang, seen: list[RankLook], held: list[RankLook]) -> Verdict:

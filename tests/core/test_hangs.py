@@ -36,6 +36,7 @@ def verdict(**changed: dict[str, object]) -> Verdict:
         pytest.param({"r3": {"state": "D", "busy_seconds": 0.5, "waits": False}}, (3,), Sign.BUSY, id="disk-is-read"),
         pytest.param({"r1": {"waits": False}}, (1,), Sign.IDLE, id="elsewhere-idle"),
         pytest.param({"r1": {"waits": False, "busy_seconds": 0.9}}, (1,), Sign.BUSY, id="elsewhere-computing"),
+        pytest.param({"r1": {"waits": False, "state": "R"}}, (1,), Sign.BUSY, id="elsewhere-without-a-processor"),
         pytest.param({"r1": {"waits": None, "where": ""}}, (1,), Sign.IDLE, id="does-not-even-write-its-stack"),
         pytest.param({"r1": {"step": 6, "waits": False}}, (1,), Sign.IDLE, id="behind"),
         pytest.param({"r1": {"step": 6, "waits": False}, "r2": {"step": 6}}, (1,), Sign.IDLE, id="behind-not-waiting"),

@@ -78,7 +78,7 @@ async def test_what_is_no_hang(
         await asyncio.sleep(5.0)
         os.kill(agents["node-1"], signal.SIGCONT)
 
-    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario, hang_seconds=1.0)
+    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario, hang_seconds=HANG_SECONDS)
     assert result.finish.exit_code == 0, result.output()
     assert not result.kinds("gang broken")
     assert final_digests(result.store) == reference
