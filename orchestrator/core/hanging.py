@@ -72,7 +72,7 @@ def on_looked(turn: Turn, event: Looked) -> None:
         return
     if any(look.step > event.step for look in event.ranks):
         _let_be(turn, f"{event.node} has seen a later step")
-    elif event.awake_seconds < _limit_seconds(turn):
+    elif event.awake_seconds < job.spec.hang_seconds:  # its workers may have stood still with it
         _let_be(turn, f"the agent of {event.node} stood still itself, {event.awake_seconds:.0f} s ago")
     elif traced := [look.rank for look in event.ranks if look.traced]:
         _let_be(turn, f"a debugger holds ranks {traced} on {event.node}")
