@@ -24,7 +24,7 @@ from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.handovers import HandOvers
-from orchestrator.agent.hostwatch import watch_host
+from orchestrator.agent.hostwatch import watch_devices, watch_host
 from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.inspection import inspect
 from orchestrator.agent.ports import AgentPorts, real_ports
@@ -134,6 +134,8 @@ class Agent:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if self._ports.read_host is not None:
             self._spawn(watch_host(self._settings.node, self._ports.read_host, self._post))
+        if self._ports.read_devices is not None:
+            self._spawn(watch_devices(self._settings.node, self._ports.read_devices, self._post))
         client = asyncio.create_task(self._client.run())
         looking = asyncio.create_task(self._look_for_ever())
         obeying = asyncio.create_task(self._obey_for_ever())

@@ -5,6 +5,7 @@ The real ones are put together by `real_ports`; simulation brings its own.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from orchestrator.agent.objects import HttpObjectServer
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import ProcessRuntime, Worker
 from orchestrator.clock import Clock, SystemClock
+from orchestrator.health.gpu import Device, read_devices
 from orchestrator.health.host import HostReading, read_host
 from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore
@@ -78,6 +80,8 @@ class AgentPorts:
     """In a thread of its own."""
     read_host: Callable[[], HostReading] | None = None
     """Without it the host is not watched."""
+    read_devices: Callable[[], tuple[Device, ...] | None] | None = None
+    """Without it no device is watched."""
     look_seconds_busy: float = 0.005
     """Between two looks at the control blocks while an agreement is open."""
     look_seconds_idle: float = 0.05
@@ -94,4 +98,5 @@ def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
         object_server=HttpObjectServer(),
         open_peer=PeerStore,
         read_host=lambda: read_host(folders),
+        read_devices=read_devices if shutil.which("nvidia-smi") else None,
     )

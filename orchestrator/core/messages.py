@@ -270,7 +270,7 @@ class HostReported:
 
     node: str
     what: str
-    """A folder, or memory."""
+    """A folder, memory, or a device."""
     problem: str | None
 
 
