@@ -36,7 +36,16 @@ from orchestrator.checkpoint.generations import read_base
 from orchestrator.checkpoint.retention import Fate, Keep, choose, obstacle
 from orchestrator.checkpoint.save import abandon, commit_draft, draft_index
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import AlreadyExistsError, FencedError, FormatError, SweepRefusedError, VersionError
+from orchestrator.errors import (
+    AlreadyExistsError,
+    FencedError,
+    FormatError,
+    NotFoundError,
+    StoreDeniedError,
+    SweepRefusedError,
+    VersionError,
+)
+from orchestrator.storage.arguments import probe_key
 from orchestrator.storage.base import ObjectStore, SweepableStore, Unfinished
 from orchestrator.telemetry import reached
 
@@ -149,6 +158,8 @@ def retire(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) ->
     """
     check_highest([*catalog.generations, *(entry.id.generation for entry in catalog.entries)], generation)
     going = [fate for fate in fates(store, catalog, generation, keep) if not fate.keep]
+    if going:
+        check_may_delete(store)
     for fate in reversed(going):  # the oldest first: whatever stops this, the newest are left
         marker = fmt.Marker.on(fate.id, generation, fate.reason)
         with contextlib.suppress(AlreadyExistsError):
@@ -157,11 +168,26 @@ def retire(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) ->
     return tuple(fate.id for fate in going)
 
 
+def check_may_delete(store: ObjectStore) -> None:
+    """Raises SweepRefusedError if these credentials may not: marks alone would hide checkpoints and free nothing.
+
+    Asked by deleting what is not there: that is no error where it is allowed.
+    """
+    try:
+        store.delete(probe_key())
+    except StoreDeniedError as error:
+        raise SweepRefusedError(f"nothing is deleted, because that is not allowed here: {error.problem}") from error
+
+
 def fates(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[Fate, ...]:
     """What is kept and what is not. Raises SweepRefusedError if that cannot be said for certain, StoreError."""
     problem = obstacle(catalog.entries)
     if problem is not None:
         raise SweepRefusedError(f"nothing is deleted while something cannot be read: {problem}")
+    if generation not in catalog.generations:
+        raise SweepRefusedError(
+            "nothing is deleted: there is no claim of the job here, so it cannot be told what is used"
+        )
     base = read_base(store, generation)
     if base is None:
         raise SweepRefusedError(f"nothing is deleted now: generation {generation} has not chosen its base yet")
@@ -175,7 +201,7 @@ def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[Che
     """
     if not checkpoints:
         return 0
-    check_highest(claimed(store), generation)
+    check_highest([*claimed(store), *_next_claim(store, generation)], generation)
     freed_bytes = 0
     with ThreadPoolExecutor(DELETES_AT_ONCE, thread_name_prefix="delete") as pool:
         for checkpoint in checkpoints:
@@ -196,6 +222,15 @@ def check_highest(generations: Collection[int], generation: int) -> None:
     highest = max(generations, default=generation)
     if highest > generation:
         raise FencedError(f"generation {highest} is there: generation {generation} deletes nothing any more")
+
+
+def _next_claim(store: ObjectStore, generation: int) -> list[int]:
+    """Whether the next number is taken, by asking for that very object: a file server's listing may be old."""
+    try:
+        store.size(fmt.generation_key(generation + 1))
+    except NotFoundError:
+        return []
+    return [generation + 1]
 
 
 def _draft(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:

@@ -26,6 +26,7 @@ from orchestrator.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from orchestrator.storage.arguments import probe_key
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 
@@ -117,7 +118,7 @@ def probe(store: ObjectStore, first: Callable[[], object] = lambda: None) -> Pro
 
 def _written_once(store: ObjectStore) -> Probe:
     """Writes a key twice. The object is deleted again, if that is allowed."""
-    key = f"probe-{secrets.token_hex(8)}"
+    key = probe_key()
     first, second = secrets.token_bytes(32), secrets.token_bytes(32)
     store.create(key, [first])
     try:

@@ -64,7 +64,7 @@ def on_read_again(turn: Turn, event: ReadAgain) -> None:
         turn.note("second reading failed", reason, node=event.node)
     else:
         reason = f"{event.checkpoint} is whole as {event.node} reads it: {suspect.node} reads something else"
-        turn.note("second reading", reason, node=suspect.node)
+        turn.note("checkpoint found whole", reason, node=suspect.node)
 
 
 def _put(turn: Turn, suspect: Suspect) -> None:

@@ -7,6 +7,7 @@ Not here: which keys a job uses (`checkpoint/format`). Called by every back end.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 
 from orchestrator.errors import StoreError
@@ -32,6 +33,11 @@ def is_key(text: str) -> bool:
     except StoreError:
         return False
     return True
+
+
+def probe_key() -> str:
+    """A random key that no job uses, to try what is allowed."""
+    return f"probe-{secrets.token_hex(8)}"
 
 
 def is_probe(key: str) -> bool:

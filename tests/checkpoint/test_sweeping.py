@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.save import abandon, commit, read_index
 from orchestrator.checkpoint.sweeping import Sweeper, SweepResult, delete_shards, retire
 from orchestrator.core.messages import CheckpointId
-from orchestrator.errors import FencedError, StoreError, SweepRefusedError, VersionError
-from orchestrator.storage.base import ObjectStore, Piece
+from orchestrator.errors import FencedError, StoreDeniedError, StoreError, SweepRefusedError, VersionError
+from orchestrator.storage.base import Entry, ObjectStore, Piece
 from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.memory import MemoryStore
 from tests.checkpoint.shards import checkpoint_id, save, upload_all
@@ -199,6 +199,38 @@ def test_nothing_is_deleted_while_something_cannot_be_read(tmp_path: Path, time:
     with pytest.raises(SweepRefusedError, match=str(bad)):
         sweep(store, time)
     assert list(store.entries("")) == before
+
+
+def test_nothing_is_marked_where_nothing_may_be_deleted(tmp_path: Path, time: Time) -> None:
+    """Marks alone would hide whole checkpoints, one after the other, and free nothing."""
+
+    class Denied(MemoryStore):
+        def delete(self, key: str) -> None:
+            raise StoreDeniedError(key, "these credentials do not allow DeleteObject")
+
+    store = Denied()
+    opened(store)
+    saved(store, tmp_path, 10, 20)
+    with pytest.raises(SweepRefusedError, match="not allowed here: these credentials do not allow DeleteObject"):
+        sweep(store, time)
+    assert standings(store) == {10: Standing.COMMITTED, 20: Standing.COMMITTED}
+
+
+def test_a_claim_that_a_stale_listing_does_not_show_stops_the_deletes(tmp_path: Path, time: Time) -> None:
+    """File servers' clients may show an old listing for a while."""
+
+    class Stale(MemoryStore):
+        def entries(self, prefix: str) -> Iterator[Entry]:
+            return iter([entry for entry in super().entries(prefix) if entry.key != fmt.generation_key(2)])
+
+    store = Stale()
+    opened(store)
+    old, _ = saved(store, tmp_path, 10, 20)
+    claim = fmt.GenerationRecord(version=1, job="job", generation=2, owner="owner", claimant="c", wall_seconds=1.0)
+    store.create(fmt.generation_key(2), [fmt.dump(claim)])
+    with pytest.raises(FencedError, match="generation 2 is there"):
+        sweep(store, time)
+    assert len(left(store, old)) == 6
 
 
 class Failing(MemoryStore):

@@ -30,7 +30,7 @@ from orchestrator.storage.gcs.content import Content
 from orchestrator.storage.gcs.errors import raised, refused
 
 CONNECT_SECONDS = 10.0
-SILENCE_SECONDS = 60.0
+SILENCE_SECONDS = 20.0
 """The longest that a server may take to begin its answer, or to go on with it, or to take a slice of a body."""
 CONNECTIONS_MAX = 64
 _CRC32C = re.compile(r"(?:^|[, ])crc32c=([A-Za-z0-9+/]{6}==)")

@@ -22,7 +22,15 @@ from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
 from orchestrator.storage.answers import Body, check_range_of, checksum_text
-from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
+from orchestrator.storage.arguments import (
+    byte_views,
+    bytes_wanted,
+    check_range,
+    is_key,
+    key_parts,
+    prefix_parts,
+    probe_key,
+)
 from orchestrator.storage.base import Entry, Piece
 from orchestrator.storage.bucket_errors import NoSuchRangeError, nothing_done
 from orchestrator.storage.gcs.bucket import Bucket, json_of
@@ -123,7 +131,7 @@ class GCSStore:
 
         Raises StoreError, naming the server, if it does not keep the promise of `create`.
         """
-        key, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(32)
+        key, content = probe_key(), secrets.token_bytes(32)
         try:
             self._put(key, whole([content]))
             self._check_refusal(key)

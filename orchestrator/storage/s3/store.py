@@ -24,7 +24,15 @@ from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError, StoreUnavailableError
 from orchestrator.storage.answers import Body, check_range_of
-from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, is_key, key_parts, prefix_parts
+from orchestrator.storage.arguments import (
+    byte_views,
+    bytes_wanted,
+    check_range,
+    is_key,
+    key_parts,
+    prefix_parts,
+    probe_key,
+)
 from orchestrator.storage.base import Entry, Piece, Unfinished, bytes_at_most
 from orchestrator.storage.bucket_errors import ChecksumRefusedError, NoSuchRangeError, UploadGoneError, nothing_done
 from orchestrator.storage.retrying import holds
@@ -154,7 +162,7 @@ class S3Store:
 
         Raises StoreError, naming the server, if it does not keep the promise of `create`.
         """
-        key, contents = f"probe-{secrets.token_hex(8)}", [secrets.token_bytes(32), secrets.token_bytes(32)]
+        key, contents = probe_key(), [secrets.token_bytes(32), secrets.token_bytes(32)]
         try:
             self._put_adapting(key, contents[0])
             refused = self._refuses(key, contents[1])
