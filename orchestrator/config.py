@@ -68,6 +68,8 @@ class JobConfig(BaseModel):
     """How long a restart waits for replacements that are about to come."""
     start_seconds: Annotated[float, Field(gt=0, le=86400)] = 1800.0
     """How long the workers of a start may take until every rank has called attach; longer is a failure."""
+    hang_seconds: Annotated[float, Field(ge=0, le=86400)] = 60.0
+    """Without a step for longer than this, ten steps and twice the longest pause, a hang is suspected; 0: never."""
     replacement_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """Local scheduler: how long a replacement for a lost node takes to come (rehearsals)."""
     staging: str = "/dev/shm"
@@ -176,6 +178,7 @@ class JobConfig(BaseModel):
             gather_seconds=self.gather_seconds,
             reform_seconds=self.reform_seconds,
             start_seconds=self.start_seconds,
+            hang_seconds=self.hang_seconds,
         )
 
 

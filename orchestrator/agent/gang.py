@@ -32,6 +32,7 @@ from orchestrator.core.messages import (
     NoticeKind,
     NoticeReceived,
     Passed,
+    Paused,
     Prepare,
     Progress,
     RankAttached,
@@ -75,6 +76,9 @@ class LocalGang:
         self.generation = action.generation
         self.record = Record()
         self.refused_ballot = 0
+        self.closed = False
+        """A newer generation has taken this one's place: the control blocks are closed."""
+        self._pause_until_ns = 0
         self.deadline_seconds: float | None = None
         self.workers = [self._prepare(rank) for rank in self.ranks]
         self.held: dict[Path, HeldShard] = {}
@@ -329,6 +333,15 @@ class LocalGang:
         if worker.news("free", progress.free_slots + 1) or new:
             yield progress
 
+    def observe_pause(self, now_seconds: float) -> Iterator[Paused]:
+        """The longest pause that any worker has announced, when that has changed."""
+        until_ns = max((worker.control.pause_until_ns for worker in self.workers if not worker.exited), default=0)
+        if until_ns == self._pause_until_ns:
+            return
+        self._pause_until_ns = until_ns
+        remaining = max(until_ns / 1e9 - now_seconds, 0.0) if until_ns else None
+        yield Paused(node=self.settings.node, generation=self.generation, remaining_seconds=remaining)
+
     def forget_progress(self) -> None:
         """Report every rank's step again at the next look."""
         for worker in self.workers:
@@ -342,6 +355,7 @@ class LocalGang:
             worker.reported = kept
             worker.seen = None
         self.refused_ballot = 0
+        self._pause_until_ns = 0
 
     def returned(self, saves: LocalSaves) -> GangReturned:
         """What a supervisor that was started again has to know before it takes this gang back."""
@@ -413,6 +427,7 @@ class LocalGang:
             verdict=verdict,
             ended_by_us=worker.ended_by_us,
             evidence=processes.evidence(worker),
+            memory_kills=worker.memory_kills if worker.exited else None,
         )
 
     # -- slots -------------------------------------------------------------------------------------------
@@ -461,6 +476,7 @@ class LocalGang:
 
     def hand_down(self, base: CheckpointId | None, reading: Callable[[Path], bool]) -> Inheritance:
         """This gang is over: remove its files but for the slots, and say what is in those."""
+        self.closed = True
         held: list[HeldShard] = []
         spare: list[Path] = []
         for worker in self.workers:
@@ -475,7 +491,7 @@ class LocalGang:
                 else:
                     remove(path)
             worker.control.close()
-            for path in (worker.control.path, worker.launch_path):
+            for path in (worker.control.path, worker.control.stacks_path, worker.launch_path):
                 path.unlink(missing_ok=True)
         return Inheritance(held=tuple(held), spare=tuple(spare))
 

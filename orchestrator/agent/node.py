@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.handovers import HandOvers
+from orchestrator.agent.hostwatch import watch_devices, watch_host
 from orchestrator.agent.inheritance import Inheritance
+from orchestrator.agent.inspection import inspect
 from orchestrator.agent.notices import NoticeWatch
 from orchestrator.agent.ports import AgentPorts, real_ports
 from orchestrator.agent.saves import LocalSaves
@@ -44,6 +47,7 @@ from orchestrator.core.messages import (
     Event,
     HandOver,
     LaunchWorkers,
+    Look,
     Mode,
     NodeJoined,
     NoticeKind,
@@ -74,12 +78,14 @@ ADOPT_WAIT_SECONDS = 60.0
 ALONE_RETRY_SECONDS = 1.0
 ALONE_AFTER_SECONDS = 3.0
 """Without a supervisor for that long, decided steps are uploaded without its order."""
+STOOD_STILL_SECONDS = 2.0
+"""Between two looks: then this agent stood still, and did not see what its workers did."""
 PROGRESS_BACKLOG_MAX = 200
 """Messages that may wait for the supervisor before progress is held back (everything else is kept)."""
 DISMISSED = "dismissed by the supervisor"
 
 
-GangAction = LaunchWorkers | TakeBack | Prepare | Decide | EndWorkers | Upload | Settled
+GangAction = LaunchWorkers | TakeBack | Prepare | Decide | Look | EndWorkers | Upload | Settled
 
 
 class Agent:
@@ -108,6 +114,7 @@ class Agent:
         self._nearby = Nearby(settings.token, ports.open_peer, self._holder_url)
         self._saves = LocalSaves()
         self._supervisors_met = 0
+        self._awake_since = self._looked_at = ports.clock.monotonic()
         self._notices: dict[str, tuple[NoticeReceived, float]] = {}
         """Notices that stand, with the time at which each came."""
         self._watch = NoticeWatch(settings, ports.clock, self.notice, self.watcher_reported)
@@ -132,6 +139,10 @@ class Agent:
         if handle_signals:
             for number in NOTICE_SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        if self._ports.read_host is not None:
+            self._spawn(watch_host(self._settings.node, self._ports.read_host, self._post))
+        if self._ports.read_devices is not None:
+            self._spawn(watch_devices(self._settings.node, self._ports.read_devices, self._post))
         client = asyncio.create_task(self._client.run())
         looking = asyncio.create_task(self._look_for_ever())
         obeying = asyncio.create_task(self._obey_for_ever())
@@ -241,6 +252,9 @@ class Agent:
         next_output = next_alone = 0.0
         while True:
             now = self._clock.monotonic()
+            if now - self._looked_at > STOOD_STILL_SECONDS:
+                self._awake_since = now
+            self._looked_at = now
             self._look()
             if now >= next_output:
                 self._copy_output()
@@ -272,7 +286,7 @@ class Agent:
         gang = self._gang
         if gang is None:
             return
-        for event in gang.observe():
+        for event in chain(gang.observe(), gang.observe_pause(self._clock.monotonic())):
             if isinstance(event, Progress) and self._channel.backlog > PROGRESS_BACKLOG_MAX:
                 gang.forget_progress()  # the supervisor is away: it gets the newest steps when it is back
                 continue
@@ -321,7 +335,7 @@ class Agent:
                 self._spawn(self._report(self._actions.second_reading(action)))
             case RecordEnd():
                 self._spawn(self._report(self._actions.record_end(action)))
-            case LaunchWorkers() | TakeBack() | Prepare() | Decide() | EndWorkers() | Upload() | Settled():
+            case LaunchWorkers() | TakeBack() | Prepare() | Decide() | Look() | EndWorkers() | Upload() | Settled():
                 self._gang_actions.put_nowait(action)
             case _:
                 sys.stderr.write(f"agent {self._settings.node}: ignored {type(action).__name__}\n")
@@ -335,7 +349,7 @@ class Agent:
             else:
                 self._on_gang_action(action)
 
-    def _on_gang_action(self, action: TakeBack | Prepare | Decide | EndWorkers | Upload | Settled) -> None:
+    def _on_gang_action(self, action: TakeBack | Prepare | Decide | Look | EndWorkers | Upload | Settled) -> None:
         """Actions of any other generation than the present one are ignored."""
         gang = self._gang
         if gang is None or gang.generation != action.generation:
@@ -349,6 +363,8 @@ class Agent:
                 remaining = action.remaining_seconds
                 self._saves.decide(action)
                 gang.decide(action, None if remaining is None else self._clock.monotonic() + remaining)
+            case Look():
+                self._spawn(self._inspect(gang, action))
             case EndWorkers():
                 gang.end()
             case Upload():
@@ -366,6 +382,12 @@ class Agent:
         for worker in gang.workers:
             if worker.exited:
                 self._post(gang.exit_event(worker))
+
+    async def _inspect(self, gang: LocalGang, action: Look) -> None:
+        found = await inspect(gang, self._ports.runtime, action, self._clock.monotonic() - self._awake_since)
+        if found is not None:
+            self._look()  # what has been published until now comes first
+            self._post(found)
 
     async def _report(self, work: Coroutine[Any, Any, Event]) -> None:
         self._post(await work)

@@ -5,10 +5,12 @@ The real ones are put together by `real_ports`; simulation brings its own.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from aiohttp.web import RouteDef
@@ -19,7 +21,11 @@ from orchestrator.agent.objects import HttpObjectServer
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import ProcessRuntime, Worker
 from orchestrator.clock import Clock, SystemClock
+from orchestrator.health.gpu import Device, read_devices
+from orchestrator.health.host import HostReading, read_host
+from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore
+from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.peers import PeerStore
 
 OnExit = Callable[[Worker], None]
@@ -38,6 +44,14 @@ class Runtime(Protocol):
 
     def end(self, worker: Worker) -> None:
         """End it at once, with everything it started."""
+        ...
+
+    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+        """What each of them does at this moment."""
+        ...
+
+    def ask_stacks(self, worker: Worker) -> bool:
+        """Have it write its stacks where its control block says; whether it can be expected to."""
         ...
 
 
@@ -68,6 +82,10 @@ class AgentPorts:
     """(URL, token) → what another node's object server serves, while it is wanted."""
     sleep: Callable[[float], None] = time.sleep
     """In a thread of its own."""
+    read_host: Callable[[], HostReading] | None = None
+    """Without it the host is not watched."""
+    read_devices: Callable[[], tuple[Device, ...] | None] | None = None
+    """Without it no device is watched."""
     look_seconds_busy: float = 0.005
     """Between two looks at the control blocks while an agreement is open."""
     look_seconds_idle: float = 0.05
@@ -75,6 +93,7 @@ class AgentPorts:
 
 def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
     """Processes, sockets and clocks of this machine."""
+    folders = [settings.logs, *([Path(store.url)] if isinstance(store, FolderStore) else [])]
     return AgentPorts(
         store=store,
         clock=SystemClock(),
@@ -82,4 +101,6 @@ def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
         runtime=ProcessRuntime(),
         object_server=HttpObjectServer(),
         open_peer=PeerStore,
+        read_host=lambda: read_host(folders),
+        read_devices=read_devices if shutil.which("nvidia-smi") else None,
     )

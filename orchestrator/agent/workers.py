@@ -18,6 +18,8 @@ from pathlib import Path
 
 from orchestrator.agent import exec_worker
 from orchestrator.checkpoint.slots import ControlBlock, Record
+from orchestrator.health import memory, stacks
+from orchestrator.health.progress import Reading, read_processes
 
 EVIDENCE_BYTES = 16384
 OUTPUT_BYTES = 1 << 20  # copied at most at a time
@@ -39,6 +41,10 @@ class Worker:
     ended_by_us: bool = False
     exited: bool = False
     exit_code: int | None = None
+    memory_counter: Path | None = None
+    """Where the kernel counts what it kills for want of memory in the worker's cgroup."""
+    memory_kills: int | None = None
+    """So many at its start; once it is gone: in the meantime."""
     log_position: int = 0
     reported: dict[str, int] = field(default_factory=dict)
     """The last value of each control word that was reported, so that each is reported once."""
@@ -81,6 +87,9 @@ class ProcessRuntime:
             worker.exited = True
             on_exit(worker)
             return
+        worker.memory_counter = memory.counter_of(pid)
+        if worker.memory_counter is not None:
+            worker.memory_kills = memory.kills(worker.memory_counter)
         asyncio.get_running_loop().add_reader(worker.pidfd, _gone, worker, on_exit)
 
     def end(self, worker: Worker) -> None:
@@ -92,6 +101,14 @@ class ProcessRuntime:
             signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
         _kill_group(worker)
 
+    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+        """See the port."""
+        return read_processes([worker.pid for worker in workers])
+
+    def ask_stacks(self, worker: Worker) -> bool:
+        """See the port."""
+        return stacks.ask(worker.pid, worker.pidfd, worker.control.stacks_path)
+
 
 def _gone(worker: Worker, on_exit: Callable[[Worker], None]) -> None:
     asyncio.get_running_loop().remove_reader(worker.pidfd)
@@ -100,8 +117,14 @@ def _gone(worker: Worker, on_exit: Callable[[Worker], None]) -> None:
     if worker.process is not None:
         _kill_group(worker)  # what it started; not waited for yet, so the number is still this worker's
         worker.exit_code = worker.process.wait()
+    worker.memory_kills = _kills_meanwhile(worker)
     worker.exited = True
     on_exit(worker)
+
+
+def _kills_meanwhile(worker: Worker) -> int | None:
+    now = None if worker.memory_counter is None else memory.kills(worker.memory_counter)
+    return None if now is None or worker.memory_kills is None else max(0, now - worker.memory_kills)
 
 
 def _kill_group(worker: Worker) -> None:

@@ -38,6 +38,7 @@ _WORD_SAVE_ASKED, _WORD_INFO, _WORD_SLOT_BYTES, _WORD_UNIQUE_BYTES, _WORD_TWINS 
 _WORD_SLOTS = 20  # three words for each slot: state, bytes, staging nanoseconds
 _WORD_THERE = 26  # one word for each slot: 16 bits of the step, 48 of bytes
 _THERE_SHIFT, _THERE_STEP_MASK = 48, 0xFFFF
+_WORD_PAUSE_UNTIL_NS = 28
 _WORD_SELECTOR, _WORD_OUTCOME = 32, 33
 _CELLS_AT_BYTE = 512
 _CELL = struct.Struct("<QQQQQQ")  # sequence, proposal ballot, proposal step + 1, decided step + 1, mode, absent bytes
@@ -201,6 +202,10 @@ class ControlBlock:
         """Say what the worker is doing."""
         self._words[_WORD_PHASE] = phase
 
+    def pause(self, until_ns: int) -> None:
+        """Say that no step comes before this monotonic time; 0: go on."""
+        self._words[_WORD_PAUSE_UNTIL_NS] = until_ns
+
     def note_signal(self, number: int) -> None:
         """Record a received signal; async-signal safe enough for a Python handler."""
         self._words[_WORD_SIGNAL] = number
@@ -362,6 +367,16 @@ class ControlBlock:
     def phase(self) -> WorkerPhase:
         """What the worker says it is doing."""
         return WorkerPhase(self._words[_WORD_PHASE])
+
+    @property
+    def pause_until_ns(self) -> int:
+        """Monotonic time until which the script has said that no step comes; 0: it has not."""
+        return self._words[_WORD_PAUSE_UNTIL_NS]
+
+    @property
+    def stacks_path(self) -> Path:
+        """Where the worker writes its stacks when it is asked to."""
+        return self.path.with_suffix(".stacks")
 
     @property
     def signal(self) -> int:

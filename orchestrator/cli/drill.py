@@ -6,7 +6,6 @@ very process (a pidfd), so that a reused pid is never hit.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -67,7 +66,10 @@ def stall(
     rank: Rank = None,
     seconds: Annotated[float, typer.Option(min=0, max=86400, help="How long the worker stands still.")] = 10.0,
 ) -> None:
-    """Stop a worker with SIGSTOP, and let it go on after some time, or at Ctrl-C."""
+    """Stop a worker with SIGSTOP, and let it go on after some time, or at Ctrl-C.
+
+    Longer than the job's hang_seconds is a hang: the worker is named, and the job starts again from its checkpoint.
+    """
     client = connect(job)
     what, pid = _worker(client.status(), rank)
     with own_process(what, pid, client.address.pid) as handle, _ended_by_signals():
@@ -76,9 +78,17 @@ def stall(
             say(f"stopped {what} (process {pid}) of the job {job!r} for {seconds:g} s")
             time.sleep(seconds)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGCONT)
-    say(f"{what} goes on")
+            ended = _let_go_on(handle)
+    say(f"{what} was ended in the meantime: see the job's events" if ended else f"{what} goes on")
+
+
+def _let_go_on(handle: int) -> bool:
+    """SIGCONT; whether the process is gone instead."""
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGCONT)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------- who is meant

@@ -89,6 +89,11 @@ def _summary(now: dict[str, Any]) -> list[tuple[str, object]]:
         ("world size", now["world_size"]),
         ("step", step),
         ("a step takes", duration_text(now["step_seconds"])),
+        *(
+            (("hang", f"no step for {duration_text(now['seconds_without_step'])}: {now['hang']}"),)
+            if now["hang"]
+            else ()
+        ),
         ("done in", duration_text(now["eta_seconds"])),
         ("newest checkpoint", newest or "none yet"),
         *(("saving", _saving(save)) for save in now["saves"]),

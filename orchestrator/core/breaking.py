@@ -32,6 +32,14 @@ def fail_gang(turn: Turn, reason: str) -> None:
     break_gang(turn, reason)
 
 
+def do_without(turn: Turn, node: str, why: str) -> None:
+    """Something speaks against a node: it is given back before the next gang is formed, if that leaves enough nodes."""
+    job = turn.job
+    rest = job.available_count - (node in job.nodes and node not in job.going)
+    if rest >= min(job.spec.nodes_min, job.wanted_nodes):
+        turn.set(unwanted={**job.unwanted, node: why})
+
+
 def limit_starting(turn: Turn) -> None:
     """Not all ranks attach: some hang while they start, or wait for ever for one that is not there any more."""
     job = turn.job

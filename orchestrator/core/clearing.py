@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import finishing, ladder, settling, shards, suspects
+from orchestrator.core import breaking, finishing, ladder, settling, shards, suspects
+from orchestrator.core.causes import Cause, cause_of
 from orchestrator.core.ladder import Attempt, Rung
 from orchestrator.core.messages import Outcome, ReleaseNode, Verdict
 from orchestrator.core.policy import AfterExit, after_exits
@@ -83,7 +84,7 @@ def _judge(turn: Turn) -> None:
     own_exits = [event for event in exits if not event.ended_by_us]
     if job.ending is not None and job.ending.outcome is not Outcome.DRAINED:
         return
-    refused = any(event.verdict is Verdict.REFUSED for event in own_exits)
+    refused = any(cause_of(event).cause is Cause.REFUSED for event in own_exits)
     suspects.remember(turn)
     if job.lost_in_gang and not refused:
         _judge_loss(turn)
@@ -92,7 +93,10 @@ def _judge(turn: Turn) -> None:
         exits,
         ever_attached=job.ever_attached or job.base is not None or any(event.attached for event in exits),
         fault=job.fault,
+        going=job.going,
     )
+    if verdict.avoid_node is not None:
+        breaking.do_without(turn, verdict.avoid_node, verdict.reason)
     if verdict.counts_as_failure:
         verdict = _climb(turn, verdict)
     job = turn.job
@@ -110,15 +114,16 @@ def _climb(turn: Turn, verdict: AfterExit) -> AfterExit:
     base = job.newest_committed
     attempt = Attempt(generation=job.gang.generation, base=base, how=verdict.reason)
     turn.set(failures=job.failures + 1, attempts=(*job.attempts, attempt))
+    cause = str(verdict.cause)
     if not verdict.restart:
-        turn.note("failure judged", verdict.reason, facts=turn.facts(restart=False))
+        turn.note("failure judged", verdict.reason, facts=turn.facts(restart=False, cause=cause))
         return verdict
     choice = ladder.climb(turn.job.attempts, failures_max=job.spec.failures_max)
     if choice.rung is Rung.AGAIN and base in job.avoid:
         choice = replace(choice, rung=Rung.OLDER)  # it could not be read: no use in trying that again
     reason = f"{verdict.reason}: {choice.reason}"
     restart = choice.rung is not Rung.STOP
-    turn.note("failure judged", reason, facts=turn.facts(restart=restart, next=str(choice.rung)))
+    turn.note("failure judged", reason, facts=turn.facts(restart=restart, next=str(choice.rung), cause=cause))
     if not restart:
         return replace(verdict, restart=False, exit_code=int(ExitCode.NEVER_RESTART), reason=reason)
     if choice.rung is Rung.OLDER and base is not None and base not in job.avoid:

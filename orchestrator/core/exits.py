@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.core import breaking, finishing, shards
+from orchestrator.core.causes import Cause, cause_of
 from orchestrator.core.messages import NodeLost, Outcome, RankExited
-from orchestrator.core.policy import describe_exit
 from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Ending, Phase, Trigger
 from orchestrator.core.turn import Turn
@@ -20,15 +20,27 @@ def on_rank_exited(turn: Turn, event: RankExited) -> None:
     if event.rank in job.ranks.exited:
         return
     turn.set(ranks=job.ranks.exit(event))
-    if job.phase in breaking.ACTIVE and not event.ended_by_us:
-        how = describe_exit(event.exit_code)
-        turn.note("worker exited", f"rank {event.rank} {how}", node=event.node, rank=event.rank, step=job.highest_step)
-        if event.exit_code == 0:
-            _finished(turn)
-        elif _may_go(turn, event.rank):
-            turn.set(lost_at_seconds=turn.now)
-        else:
-            breaking.break_gang(turn, f"rank {event.rank} {how}")
+    if event.ended_by_us:
+        return
+    found = cause_of(event, job.going)
+    active = job.phase in breaking.ACTIVE
+    if active or found.cause is not Cause.PEERS_LOST:  # what the first loss does to all others need not be told
+        turn.note(
+            "worker exited",
+            f"rank {event.rank} {found.words}",
+            node=event.node,
+            rank=event.rank,
+            step=job.highest_step,
+            facts=turn.facts(cause=str(found.cause)),
+        )
+    if not active:
+        return
+    if event.exit_code == 0:
+        _finished(turn)
+    elif _may_go(turn, event.rank):
+        turn.set(lost_at_seconds=turn.now)
+    else:
+        breaking.break_gang(turn, f"rank {event.rank} {found.words}")
 
 
 def _may_go(turn: Turn, rank: int) -> bool:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import breaking, finishing, leaving, nearby, preflight, proposing, returning, shards
+from orchestrator.core import (
+    breaking,
+    finishing,
+    hanging,
+    leaving,
+    nearby,
+    preflight,
+    proposing,
+    returning,
+    shards,
+    straggling,
+)
 from orchestrator.core.ladder import evidence, growing_seconds
 from orchestrator.core.membership import choose_size, form, order
 from orchestrator.core.messages import (
@@ -100,12 +111,15 @@ def request_missing(turn: Turn) -> None:
 def _give_back(turn: Turn) -> None:
     job = turn.job
     too_many = job.nodes_requested == 0 and job.available_count > job.wanted_nodes
-    if job.spec.attached or not (too_many or job.going):
+    unwanted = {name: why for name, why in job.unwanted.items() if name in job.nodes}
+    if job.spec.attached or not (too_many or job.going or unwanted):
         return
     extra = set(job.available[job.wanted_nodes :]) if too_many else set()
     for name, node in list(job.nodes.items()):
         if node.going:
             release(turn, name, "it was announced to go, and nothing of it is needed any more")
+        elif name in unwanted:
+            release(turn, name, unwanted[name])
         elif name in extra:
             release(turn, name, f"the job runs on {counted(job.wanted_nodes, 'node')} now")
 
@@ -179,6 +193,8 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
         awaiting_first_step=True,
         taken_back=False,
     )
+    hanging.begin(turn)
+    straggling.begin(turn)
     turn.go(Trigger.OPENED)
     for place in gang.places:
         turn.do(

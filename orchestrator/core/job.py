@@ -2,8 +2,8 @@
 
 The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
 `returning`, `leaving`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`, `settling`,
-`sweeping`, `suspects`; `clearing` and `finishing` end a generation and the job. Imports among them point down only. The
-supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
+`sweeping`, `suspects`; `hanging` beside `breaking`; `clearing` and `finishing` end a generation and the job. Imports
+among them point down only. The supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from orchestrator.core import (
     forming,
     growing,
     handovers,
+    hanging,
+    hosts,
     leaving,
     overdue,
     proposing,
@@ -36,13 +38,16 @@ from orchestrator.core.messages import (
     GenerationOpened,
     GenerationRefused,
     HandedOver,
+    HostReported,
     IndexDecided,
     IndexFailed,
+    Looked,
     NodeJoined,
     NodeLost,
     NodesFound,
     NoticeReceived,
     Passed,
+    Paused,
     Progress,
     RankAttached,
     RankExited,
@@ -103,6 +108,12 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             forming.on_rank_planned(turn, event)
         case Progress():
             proposing.on_progress(turn, event)
+        case Paused():
+            hanging.on_paused(turn, event)
+        case Looked():
+            hanging.on_looked(turn, event)
+        case HostReported():
+            hosts.on_reported(turn, event)
         case SaveAsked():
             proposing.on_save_asked(turn, event)
         case Echoed():
@@ -169,3 +180,4 @@ def _on_tick(turn: Turn) -> None:
         suspects.consider(turn)
         if growing.grow_if_worth_it(turn):
             proposing.drive(turn)
+        hanging.watch(turn)

@@ -230,6 +230,60 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paused:
+    """Some ranks of the node have said that no step comes for a while: for the longest of them, so long from now.
+
+    `remaining_seconds` None: no rank of the node pauses any more.
+    """
+
+    node: str
+    generation: int
+    remaining_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLook:
+    """What one worker is doing, as its node sees it; taken twice, a moment apart."""
+
+    rank: int
+    step: int
+    """The last published one; the base's before the first."""
+    state: str
+    """The kernel's letter for its main thread if it was the same both times, else "": T stopped, D uninterruptible."""
+    traced: bool
+    """A debugger holds it."""
+    busy_seconds: float
+    """Processor time that it and everything it started took in between."""
+    waits: bool | None
+    """Whether it waits for other ranks, by its stack; None: its stack is not known."""
+    where: str
+    """The innermost known place of its main thread; empty if its stack is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """The answer to `Look`."""
+
+    node: str
+    generation: int
+    step: int
+    """Of the question."""
+    awake_seconds: float
+    """How long the agent has run without standing still itself."""
+    ranks: tuple[RankLook, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReported:
+    """Something is wrong with the host under a node's workers, or is well again (`problem` None)."""
+
+    node: str
+    what: str
+    """A folder, memory, or a device."""
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAsked:
     """The script called `run.save()`."""
 
@@ -348,6 +402,8 @@ class RankExited:
     verdict: Verdict
     ended_by_us: bool
     evidence: str
+    memory_kills: int | None = None
+    """Kills for want of memory that the kernel counted in its cgroup while it ran; None: that cannot be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,6 +485,9 @@ Event = (
     | RankAttached
     | RankPlanned
     | Progress
+    | Paused
+    | Looked
+    | HostReported
     | SaveAsked
     | Echoed
     | Refused
@@ -529,6 +588,15 @@ class Decide:
     mode: Mode
     absent: tuple[int, ...]
     remaining_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """No step came after `step` for too long: write down your workers' stacks, and say what each of them does."""
+
+    node: str
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -656,6 +724,7 @@ Action = (
     | TakeBack
     | Prepare
     | Decide
+    | Look
     | EndWorkers
     | Upload
     | HandOver

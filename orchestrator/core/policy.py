@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
 
+from orchestrator.core.causes import Cause, cause_of, last_words, root_of
 from orchestrator.core.messages import RankExited, Verdict
 from orchestrator.errors import ExitCode
 
@@ -56,12 +58,37 @@ def worth_growing(
     return Growth(worth_it=worth_it, reason=reason)
 
 
-_RANK = re.compile(r"\[rank\d+\]: ?")
-"""What torch puts before each line of a traceback, once there is a process group."""
-LINES_AFTER_TRACEBACK_MAX = 5
-"""How a process that has failed falls down (a library's threads, say) takes no more lines than these."""
-KILLED = (-9, -15)
-"""Exit codes of workers that somebody ended by SIGKILL or SIGTERM: no mistake of the script's, even before attach."""
+class Consequence(StrEnum):
+    """What follows from a cause."""
+
+    STOP = "stop"
+    """Restarting would end in the same way."""
+    RESTART = "restart"
+    """A failure: how often, is `core.ladder`'s affair."""
+    ELSEWHERE = "restart elsewhere"
+    """The same, and without its node, if the job can do without it."""
+    FREE = "restart for free"
+    """No failure of the job's."""
+
+
+CONSEQUENCES: Mapping[Cause, Consequence] = MappingProxyType(
+    {
+        Cause.REFUSED: Consequence.STOP,
+        Cause.PREEMPTED: Consequence.FREE,
+        Cause.OUT_OF_MEMORY: Consequence.RESTART,
+        Cause.DEVICE_OUT_OF_MEMORY: Consequence.RESTART,
+        Cause.DEVICE_FAILED: Consequence.ELSEWHERE,
+        Cause.DISK_FULL: Consequence.RESTART,
+        Cause.PEERS_LOST: Consequence.RESTART,
+        Cause.KILLED: Consequence.RESTART,
+        Cause.HUNG: Consequence.RESTART,
+        Cause.CRASHED: Consequence.RESTART,
+        Cause.UNKNOWN: Consequence.RESTART,
+        Cause.FINISHED: Consequence.FREE,
+    }
+)
+KILLED = (Cause.KILLED, Cause.OUT_OF_MEMORY, Cause.PREEMPTED)
+"""Somebody ended it by a signal: no mistake of the script's, even before attach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,50 +99,46 @@ class AfterExit:
     counts_as_failure: bool
     exit_code: int
     reason: str
+    cause: Cause | None = None
+    avoid_node: str | None = None
+    """The node that the failure speaks against."""
 
 
-def after_exits(exits: Sequence[RankExited], *, ever_attached: bool, fault: str | None) -> AfterExit:
+def after_exits(
+    exits: Sequence[RankExited], *, ever_attached: bool, fault: str | None, going: Collection[str] = ()
+) -> AfterExit:
     """Judge a broken generation by the exits that were not our doing, in order of arrival.
 
-    `fault` is what was wrong with it where its workers were ended for that. How often a failure may be followed by
-    another start is `core.ladder`'s affair.
+    `fault` is what was wrong with it where its workers were ended for that, `going` the nodes that a notice has named.
+    How often a failure may be followed by another start is `core.ladder`'s affair.
     """
     own = [event for event in exits if not event.ended_by_us]
-    refused = next((event for event in own if event.verdict == Verdict.REFUSED), None)
+    refused = next((event for event in own if cause_of(event).cause is Cause.REFUSED), None)
     if refused is not None:
-        return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} refused to go on: {last_words(refused)}")
-    failed = next((event for event in own if event.exit_code != 0), None)
-    if failed is None and fault is not None:
-        return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=fault)
+        how = "refused to go on" if refused.verdict is Verdict.REFUSED else "exited with status 78, never restart"
+        return _stop(ExitCode.NEVER_RESTART, f"rank {refused.rank} {how}: {last_words(refused)}", Cause.REFUSED)
+    if fault is not None:  # how the others fell down then is its consequence
+        return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=fault, cause=Cause.HUNG)
+    failed = root_of(own, going)
     if failed is None:
         return AfterExit(restart=True, counts_as_failure=False, exit_code=0, reason="no worker failed by itself")
-    what = f"rank {failed.rank} {describe_exit(failed.exit_code)}"
-    if not ever_attached and failed.exit_code not in KILLED:
+    found = cause_of(failed, going)
+    what = f"rank {failed.rank} {found.words}"
+    killed = found.cause in KILLED and (failed.exit_code or 0) < 0
+    if not ever_attached and not killed:
         code = failed.exit_code if failed.exit_code is not None and failed.exit_code > 0 else int(ExitCode.FAILED)
-        return _stop(code, f"{what} before it called orchestrator.attach() and run.steps(): {last_words(failed)}")
-    return AfterExit(restart=True, counts_as_failure=True, exit_code=0, reason=f"{what}: {last_words(failed)}")
+        reason = f"{what} before it called orchestrator.attach() and run.steps(): {last_words(failed)}"
+        return _stop(code, reason, found.cause)
+    consequence = CONSEQUENCES[found.cause]
+    return AfterExit(
+        restart=True,
+        counts_as_failure=consequence is not Consequence.FREE,
+        exit_code=0,
+        reason=f"{what}: {last_words(failed)}",
+        cause=found.cause,
+        avoid_node=failed.node if consequence is Consequence.ELSEWHERE else None,
+    )
 
 
-def describe_exit(exit_code: int | None) -> str:
-    """An exit status in words."""
-    if exit_code is None:
-        return "ended with an unknown status"
-    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with status {exit_code}"
-
-
-def _stop(exit_code: int, reason: str) -> AfterExit:
-    return AfterExit(restart=False, counts_as_failure=True, exit_code=int(exit_code), reason=reason)
-
-
-def last_words(event: RankExited) -> str:
-    """The last line that it printed; the exception's, if what comes after it is only how the process fell down."""
-    lines = [_RANK.sub("", line) for line in event.evidence.splitlines() if _RANK.sub("", line).strip()]
-    if not lines:
-        return "it printed nothing"
-    for start in reversed(range(len(lines))):
-        if lines[start].startswith("Traceback (most recent call last)"):
-            said = next((place for place in range(start + 1, len(lines)) if not lines[place][0].isspace()), None)
-            if said is not None and len(lines) - said <= LINES_AFTER_TRACEBACK_MAX:
-                return lines[said].strip()
-            break
-    return lines[-1].strip()
+def _stop(exit_code: int, reason: str, cause: Cause) -> AfterExit:
+    return AfterExit(restart=False, counts_as_failure=True, exit_code=int(exit_code), reason=reason, cause=cause)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import agreement, breaking, courses, settling, shards
+from orchestrator.core import agreement, breaking, courses, hanging, settling, shards, straggling
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, periodic_step
@@ -28,9 +28,11 @@ def on_progress(turn: Turn, event: Progress) -> None:
     ranks = turn.job.ranks
     for new in event.ranks:
         ranks = ranks.progress(new.rank, step=new.step, step_seconds=new.step_seconds, free_slots=new.free_slots)
-    if (ranks.steps.highest or 0) > turn.job.highest_step:
-        turn.set(progress_at_seconds=turn.now)
+    steps = (ranks.steps.highest or 0) - turn.job.highest_step
     turn.set(ranks=ranks)
+    if steps > 0:
+        turn.set(progress_at_seconds=turn.now)
+        hanging.on_steps(turn, steps)
     job = turn.job
     if job.awaiting_first_step and job.phase is Phase.RUNNING and ranks.everyone <= ranks.moved:
         turn.set(awaiting_first_step=False)
@@ -40,6 +42,7 @@ def on_progress(turn: Turn, event: Progress) -> None:
         facts = turn.facts(seconds=None if since is None else turn.now - since)
         turn.note("first good step", f"step {job.lowest_step} is done", step=job.lowest_step, facts=facts)
         turn.set(broken_at_seconds=None)
+    straggling.on_progress(turn, event, first=steps > 0)
     if job.taken_back:
         _find_missed(turn, event)
     drive(turn)

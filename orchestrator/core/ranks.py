@@ -285,3 +285,23 @@ class Ranks(Changeable, Mapping[int, Rank]):
 
 
 NO_RANKS = Ranks()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """One step, from the first rank that publishes it to the last one; and who was last before."""
+
+    step: int = -1
+    since_seconds: float = 0.0
+    running: RankSet = NOBODY
+    """Ranks that have not published it; nobody: it is over."""
+    last: int | None = None
+    """The rank that came last, and late."""
+    times: int = 0
+    """In so many steps in a row."""
+    late_seconds: float = 0.0
+    """The sum of these times."""
+    told: RankSet = NOBODY
+
+
+NO_RACE = Race()

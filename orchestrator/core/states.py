@@ -13,10 +13,11 @@ from enum import StrEnum
 from orchestrator.core.agreement import Proposal
 from orchestrator.core.commit import Save
 from orchestrator.core.deadline import NOTHING_MEASURED, Choice, Course, Measured
+from orchestrator.core.hangs import NOTHING_SEEN, Quiet
 from orchestrator.core.ladder import Attempt
 from orchestrator.core.membership import Gang
 from orchestrator.core.messages import CheckpointId, GangReturned, Outcome
-from orchestrator.core.ranks import NO_RANKS, NOBODY, Ranks, RankSet
+from orchestrator.core.ranks import NO_RACE, NO_RANKS, NOBODY, Race, Ranks, RankSet
 from orchestrator.core.values import Changeable
 
 
@@ -131,6 +132,8 @@ class JobSpec:
     """Pause before a generation is opened or a periodic save tried again after the store failed; doubles each time."""
     start_seconds: float = 1800.0
     """A generation of which not every rank has attached by then has failed."""
+    hang_seconds: float = 60.0
+    """No step for longer than this, than ten steps' time and than twice the longest pause is suspicious; 0: never."""
     overdue_seconds: float = 600.0
     """No commit for longer than this, and than the time of three periodic saves, is an alarm."""
     keep_last: int = 0
@@ -232,6 +235,8 @@ class Job(Changeable):
     """The nodes that a notice has named."""
     expected: frozenset[str] = frozenset()
     """Nodes that an earlier supervisor left running and that may still report."""
+    unwanted: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that are given back before the next gang is formed, and why."""
     given_back: frozenset[str] = frozenset()
     """Nodes that were given back before they reported: one that does so all the same is about to be ended."""
     expect_until_seconds: float = 0.0
@@ -299,6 +304,10 @@ class Job(Changeable):
     sweep_problem: str | None = None
     """Why the last sweep did not do all that it should."""
     measured: Measured = NOTHING_MEASURED
+    quiet: Quiet = NOTHING_SEEN
+    """How long no step has come, and what was found out about that."""
+    race: Race = NO_RACE
+    """Who comes last to the boundary."""
     progress_at_seconds: float = 0.0
     """When the highest step rose last, or all ranks had attached."""
     awaiting_first_step: bool = False

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from orchestrator.core.causes import last_words
 from orchestrator.core.messages import ReadAgain, SecondReading, Verdict
-from orchestrator.core.policy import last_words
 from orchestrator.core.states import Phase, Suspect
 from orchestrator.core.turn import Turn
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.core.policy import describe_exit
+from orchestrator.core.causes import describe_exit
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.schedulers.leftovers import (
     StartedNode,

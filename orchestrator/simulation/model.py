@@ -91,6 +91,7 @@ class Replay:
             workers_per_node=1,
             save_every_steps=scenario.save_every_steps,
             sweep_seconds=math.inf,  # costs no training time
+            hang_seconds=0.0,  # traces know no hangs
         )
         self.job = new_job(spec, 0.0)
         self._queue: list[tuple[int, int, Callable[[], None]]] = []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchestrator.clock import Clock
+from orchestrator.core import hanging
 from orchestrator.core.commit import Save
 from orchestrator.core.job import Job, JobSpec, new_job, step
 from orchestrator.core.messages import (
@@ -196,6 +197,8 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
         "progress": progress,
         "eta_seconds": eta,
         "step_seconds": job.step_seconds if job.highest_step else None,
+        "seconds_without_step": hanging.seconds_without_step(job, now_seconds),
+        "hang": hanging.suspicion(job),
         "newest_committed": str(committed) if committed else None,
         "newest_committed_step": committed.step if committed else None,
         "commit_age_seconds": age,

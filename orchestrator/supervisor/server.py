@@ -41,6 +41,12 @@ class SupervisorServer:
         self._age = Gauge(
             "orchestrator_commit_age_seconds", "Age of the newest committed checkpoint", ["job"], registry=self.registry
         )
+        self._quiet = Gauge(
+            "orchestrator_seconds_without_step",
+            "Time since the last step, but for announced pauses; 0 while no step is to be expected",
+            ["job"],
+            registry=self.registry,
+        )
 
     async def start(self) -> str:
         """Listen; returns the URL."""
@@ -82,6 +88,7 @@ class SupervisorServer:
         self._step.labels(status["job"]).set(status["step"])
         self._world.labels(status["job"]).set(status["world_size"])
         self._blind.labels(status["job"]).set(sum(len(node["blind"]) for node in status["nodes"]))
+        self._quiet.labels(status["job"]).set(status["seconds_without_step"] or 0.0)
         if status["commit_age_seconds"] is not None:
             self._age.labels(status["job"]).set(status["commit_age_seconds"])
         return web.Response(body=generate_latest(self.registry), content_type="text/plain")

@@ -26,6 +26,7 @@ from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhas
 from orchestrator.checkpoint.staging import Metadata, SlotFile
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FormatError, NotFoundError, StoreError
+from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, SimulatedThread, current_process
@@ -162,6 +163,14 @@ class SimulatedRuntime:
         if self._agent.alive and process is not None and not worker.exited:
             worker.ended_by_us = True
             self._loop.call_later(self._random.uniform(0.0, 0.05), process.kill)
+
+    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+        """See the port: whoever waits for others looks the same as whoever works."""
+        return [Reading(state="S", traced=False, processor_seconds=0.0) for _ in workers]
+
+    def ask_stacks(self, worker: Worker) -> bool:
+        """See the port: there are none."""
+        return False
 
     def alive(self) -> list[SimulatedProcess]:
         """Workers that run."""

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from orchestrator.errors import (
     StateError,
     SupervisorError,
 )
+from orchestrator.health import stacks
 from orchestrator.preemption.process import record_signals
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.filesystem import FolderStore
@@ -43,6 +45,7 @@ from orchestrator.training.saved_state import SavedState
 
 LEAVE_SECONDS_MAX = 3600.0
 REFORM_WAIT_SECONDS = 60.0
+PAUSE_SECONDS = 3600.0
 _attached_pid = 0
 
 
@@ -111,6 +114,7 @@ class Run:
         self._control = ControlBlock.open(launch.control_path)
         self._control.set_phase(WorkerPhase.RESTORING)
         record_signals(self._control.note_signal)
+        self._main_thread = stacks.offer(self._control.stacks_path)
         loaders.shield_workers()
         self._sampler = _sampler(given)
         self._begun = False
@@ -204,6 +208,22 @@ class Run:
         self._state.stager.join()
         self._control.ask_save()
 
+    @contextmanager
+    def pause(self, seconds: float = PAUSE_SECONDS) -> Iterator[None]:
+        """Around what is no training step (an evaluation, loading): for so long it is not taken for a hang.
+
+        Without it a pause that is much longer than all before may be; see docs/protocol.md, Hangs. Where pauses are
+        nested, the one that ends last counts.
+        """
+        if not 0 < seconds < 1e9:
+            raise ConfigError(f"run.pause(seconds={seconds!r}): a positive number of seconds")
+        outer_ns = self._control.pause_until_ns
+        self._control.pause(max(outer_ns, time.monotonic_ns() + int(seconds * 1e9)))
+        try:
+            yield
+        finally:
+            self._control.pause(outer_ns)
+
     # -- the loop ----------------------------------------------------------------------------------------
 
     def steps(self, until: int) -> Iterator[int]:
@@ -221,7 +241,8 @@ class Run:
             while self.step < until:
                 yield self.step
                 self._complete(self.step + 1, final=self.step + 1 == until)
-        finally:  # the script may have left the loop
+        finally:  # the script may have left the loop: then it takes no step any more
+            self._control.pause(time.monotonic_ns() + int(PAUSE_SECONDS * 1e9))
             self._state.stager.join()
         self._control.set_phase(WorkerPhase.FINISHED)
 
@@ -252,7 +273,8 @@ class Run:
         """Publish what the supervisor has to know of this worker; from then on it counts as attached."""
         sampler = self._sampler
         allowed = None if sampler is None else list(sampler.allowed_world_sizes())
-        self._control.set_info({"step": self.step, "until": until, "allowed_world_sizes": allowed})
+        told = {"step": self.step, "until": until, "allowed_world_sizes": allowed, "main_thread": self._main_thread}
+        self._control.set_info(told)
         self._control.set_phase(WorkerPhase.RUNNING)
 
     def _complete(self, step: int, *, final: bool) -> None:

@@ -17,6 +17,7 @@ from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.slots import WorkerPhase
 from orchestrator.core.messages import Action, Decide, Event, LaunchWorkers, Mode, Prepare
 from orchestrator.errors import StoreError
+from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore, Piece
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.supervisor.links import AgentLinks
@@ -54,6 +55,8 @@ class FakeRuntime:
         self._on_exit: dict[int, Callable[[Worker], None]] = {}
         self.launched: list[Worker] = []
         self.dies_after_seconds = 0.01
+        self.readings: dict[int, list[Reading]] = {}
+        """Rank → what is seen of it, one look after another; without any it waits."""
 
     def launch(
         self, worker: Worker, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[Worker], None]
@@ -70,6 +73,15 @@ class FakeRuntime:
         if not worker.exited:
             worker.ended_by_us = True
             self._loop.call_later(self.dies_after_seconds, self.exit, worker, -9)
+
+    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+        """See the port."""
+        quiet = Reading(state="S", traced=False, processor_seconds=0.0)
+        return [self.readings[one.rank].pop(0) if self.readings.get(one.rank) else quiet for one in workers]
+
+    def ask_stacks(self, worker: Worker) -> bool:
+        """See the port."""
+        return False
 
     def exit(self, worker: Worker, code: int) -> None:
         if not worker.exited:

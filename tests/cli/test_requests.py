@@ -348,6 +348,8 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "progress": 0.25,
         "eta_seconds": 7300.0,
         "step_seconds": 0.5,
+        "seconds_without_step": 75.0,
+        "hang": "rank 1 on node-1 is stopped (state T)",
         "newest_committed": "g00000003-s0000000040",
         "newest_committed_step": 40,
         "commit_age_seconds": 5.0,
@@ -380,6 +382,7 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "0 to 1",
         "g00000003-s0000000050, for 2.0 s: 4 of 4 ranks staged, 1 durable",
         "[red]node-2",
+        "no step for 75.0 s: rank 1 on node-1 is stopped (state T)",
     ):
         assert expected in text
     assert "\x1b" not in text

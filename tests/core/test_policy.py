@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from orchestrator.core.agreement import margin_steps
+from orchestrator.core.causes import describe_exit
 from orchestrator.core.messages import RankExited, Verdict
-from orchestrator.core.policy import AfterExit, after_exits, arm_now, describe_exit, periodic_step, worth_growing
+from orchestrator.core.policy import AfterExit, after_exits, arm_now, periodic_step, worth_growing
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,13 @@ REWRITE_VARIABLE = "ORCHESTRATOR_REWRITE"
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(messages.Event)}
 PARTS: dict[str, type] = {
     kind.__name__: kind
-    for kind in (messages.GangReturned, messages.StepDecided, messages.RankProgress, messages.CheckpointId)
+    for kind in (
+        messages.GangReturned,
+        messages.StepDecided,
+        messages.RankProgress,
+        messages.RankLook,
+        messages.CheckpointId,
+    )
 }
 SPEC: dict[str, Any] = {"name": "job", "nodes_min": 1, "nodes_max": 2, "workers_per_node": 1, "save_every_steps": 10}
 DEFAULTS: dict[str, Any] = {
@@ -71,6 +77,12 @@ DEFAULTS: dict[str, Any] = {
     "progress": (),
     "step_seconds": 0.5,
     "free_slots": 2,
+    "state": "S",
+    "traced": False,
+    "busy_seconds": 0.0,
+    "waits": None,
+    "where": "",
+    "awake_seconds": 1000.0,
 }
 
 

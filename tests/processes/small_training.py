@@ -3,7 +3,9 @@
 Options are environment variables, so that the same command line runs everywhere:
 STEPS, STEP_SECONDS, FIRST_STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (see orchestrator.testing.faults),
 LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved), CHILD (seconds that a child process sleeps),
-SAVE_AT (a step that asks for a save), NOTICES (what is watched where nobody supervises).
+SAVE_AT (a step that asks for a save), NOTICES (what is watched where nobody supervises), HANG (rank, step: there it
+sleeps for ever, in generation 1), PAUSE (step, seconds: all announce a pause there), EVALUATE (steps, seconds: so often
+rank 0 computes for so long, unannounced).
 """
 
 from __future__ import annotations
@@ -37,6 +39,28 @@ class Odd:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         raise AssertionError(state)
+
+
+def stand(run: orchestrator.Run, step: int) -> None:
+    """What is no training, after this step."""
+    rank, at = pair("HANG")
+    if run.generation == 1 and (run.rank, step) == (rank, at):
+        time.sleep(3600)
+    at, seconds = pair("PAUSE")
+    if step == at:
+        with run.pause(seconds=60):
+            time.sleep(seconds)
+    every, seconds = pair("EVALUATE")
+    if every > 0 and step % every == 0 and run.rank == 0:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+
+def pair(name: str) -> tuple[float, float]:
+    """Two numbers of an option; without it, some that mean nothing."""
+    first, second = os.environ.get(name, "-1 -1").split()
+    return float(first), float(second)
 
 
 def main() -> None:
@@ -80,6 +104,7 @@ def main() -> None:
         optimizer.zero_grad()
         if step + 1 == int(os.environ.get("SAVE_AT", "0")):
             run.save()
+        stand(run, step + 1)
         if "LOG" in os.environ:
             line = {"step": step + 1, "generation": run.generation, "lr": scheduler.get_last_lr(), "pid": os.getpid()}
             folder = Path(os.environ["LOG"])

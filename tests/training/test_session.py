@@ -70,6 +70,13 @@ def use_time(patch: pytest.MonkeyPatch, time: FakeTime) -> None:
     patch.setitem(defaults, "sleep", time.sleep)
 
 
+def told_by(agent: OneAgent) -> dict[str, Any]:
+    """What the worker published of itself, but for the number of its main thread."""
+    info = dict(agent.control.info or {})
+    info.pop("main_thread")
+    return info
+
+
 class LocalStore(MemoryStore):
     """What the agent would serve."""
 
@@ -211,7 +218,7 @@ def test_the_agent_learns_what_it_must(stage: Stage) -> None:
     before = agent.control.info
     next(steps)
     assert before is None  # nothing is told before the loop begins
-    assert agent.control.info == {"step": 0, "until": 3, "allowed_world_sizes": [1, 2, 4, 8]}
+    assert told_by(agent) == {"step": 0, "until": 3, "allowed_world_sizes": [1, 2, 4, 8]}
     assert phase(agent) is WorkerPhase.RUNNING
     unplanned = agent.control.slot_bytes
     script.start_loader()
@@ -476,7 +483,7 @@ def test_a_world_size_that_does_not_share_the_batch_is_told_and_refused(stage: S
     sampler = ResumableSampler(400, global_batch=8, micro_batch=4, seed=3, rank=0, world_size=3)
     with pytest.raises(ConfigError, match="cannot share"):
         attach(model=script.model, data=sampler)
-    assert agent.control.info == {"step": 0, "until": None, "allowed_world_sizes": [1, 2, 4, 8]}
+    assert told_by(agent) == {"step": 0, "until": None, "allowed_world_sizes": [1, 2, 4, 8]}
     assert stage.time.sleeps > 0  # it waits to be formed anew
 
 
@@ -831,3 +838,41 @@ def test_a_launch_file_comes_back_and_is_the_owners_alone(tmp_path: Path) -> Non
     assert Launch.read(path) == place
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["launch.json"]
+
+
+# ------------------------------------------------------------------------------------------------- pauses
+
+
+def test_a_pause_is_told_while_it_lasts(stage: Stage) -> None:
+    agent = stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    now_ns = stage.time.monotonic_ns()
+    with run.pause(seconds=10.0):
+        assert agent.control.pause_until_ns == now_ns + 10 * 10**9
+        with run.pause(seconds=5.0):
+            assert agent.control.pause_until_ns == now_ns + 10 * 10**9, "the outer one ends later"
+    assert agent.control.pause_until_ns == 0
+
+
+def test_a_pause_ends_when_it_fails(stage: Stage) -> None:
+    agent = stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="evaluation"), run.pause():
+        raise ValueError("evaluation")
+    assert agent.control.pause_until_ns == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e10, float("nan")])
+def test_a_pause_needs_a_length(seconds: float, stage: Stage) -> None:
+    stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match="seconds"), run.pause(seconds):
+        pass
+
+
+def test_whoever_leaves_the_loop_takes_no_step_any_more(stage: Stage) -> None:
+    agent = stage.agent()
+    run = attach(model=nn.Linear(2, 1))
+    for _ in run.steps(until=3):
+        break
+    assert agent.control.pause_until_ns > stage.time.monotonic_ns()
