@@ -43,8 +43,10 @@ class _Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except OrchestratorError as error:
+            from orchestrator.cli.terminal import printable  # names of files and keys may stand in it
+
             for problem in _problems(error):
-                sys.stderr.write(f"error: {problem}\n")
+                sys.stderr.write(f"error: {printable(problem)}\n")
             raise typer.Exit(int(error.exit_code)) from error
 
 

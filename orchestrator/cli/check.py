@@ -180,7 +180,7 @@ def check_store(url: str, job: str | None = None) -> list[Finding]:
 
     store = open_store(url if job is None else job_url(url, job), PATIENCE_SECONDS)
     root = Path(store.url) if store.url.startswith("/") else None
-    missing = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
+    missing = [] if root is None else [path for path in (root, *root.parents) if not os.path.exists(path)]
     findings = list(_probe(store, job))
     if missing and findings[0].level == OK:
         findings.append(Finding(what="store folder", level=OK, found="is not there yet; the first run makes it"))

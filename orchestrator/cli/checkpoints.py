@@ -6,12 +6,12 @@ else is listed as what it is. No torch: `verify` compares bytes with the digests
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -167,7 +167,7 @@ def open_job(url: str, job: str | None) -> ObjectStore:
     from orchestrator.storage.opening import PERSON_PATIENCE_SECONDS, job_url, open_store
 
     store = open_store(url if job is None else job_url(url, job), PERSON_PATIENCE_SECONDS)
-    if store.url.startswith("/") and not Path(store.url).is_dir():
+    if store.url.startswith("/") and not os.path.isdir(store.url):
         raise NotFoundError(store.url, "there is no such folder")
     if any(True for prefix in ("generations/", "checkpoints/") for _ in store.entries(prefix)):
         return store

@@ -166,3 +166,9 @@ def test_a_bucket_of_gcs_without_credentials(monkeypatch: pytest.MonkeyPatch) ->
     (finding,) = check.check_store("gs://bucket/jobs")
     assert finding.level == "fail"
     assert "no usable credentials for gs://bucket" in finding.found
+
+
+def test_a_folder_whose_name_is_too_long_is_a_finding(command: Command, tmp_path: Path) -> None:
+    result = command("check", "--store", str(tmp_path / ("x" * 300)), "--job", "a")
+    assert result.exit_code == 1
+    assert "too long" in "".join(result.stdout.split("│")).replace("\n", " ")

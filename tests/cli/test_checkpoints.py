@@ -445,3 +445,18 @@ def test_prune_deletes_nothing_while_something_is_damaged(command: Command, grow
 def test_prune_has_to_know_how_many_to_keep(command: Command, grown: ObjectStore) -> None:
     assert command("checkpoints", "prune", grown.url).exit_code == 2
     assert command("checkpoints", "prune", grown.url, "--keep-last", "0").exit_code == 2
+
+
+def test_a_folder_whose_name_is_too_long_is_not_there(command: Command, tmp_path: Path) -> None:
+    result = command("checkpoints", "list", str(tmp_path / ("x" * 300)))
+    assert result.exit_code == 1
+    assert "there is no such folder" in result.stderr
+
+
+def test_errors_send_a_terminal_no_control_characters(command: Command, tmp_path: Path) -> None:
+    """Names of others' files stand in them."""
+    (tmp_path / "a\x1b[31mz" / "generations").mkdir(parents=True)
+    (tmp_path / "a\x1b[31mz" / "generations" / "1").touch()
+    result = command("checkpoints", "list", str(tmp_path))
+    assert "a\N{REPLACEMENT CHARACTER}[31mz" in result.stderr
+    assert "\x1b" not in result.stderr
