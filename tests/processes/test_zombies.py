@@ -128,7 +128,7 @@ FREEZES = (
     Freeze(at=None, heir_is_done=True),
     Freeze(at="after-shard-upload step=20", same_owner=True),
     Freeze(at="before-index step=20", base_step=20),
-    Freeze(at="after-retired step=10", flags=("--keep-last", "1"), base_step=20),
+    Freeze(at="after-retired step=10", flags=("--keep-last", "1")),
     Freeze(at="after-shard-upload step=20", store="seaweedfs"),
 )
 
