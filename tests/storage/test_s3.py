@@ -183,7 +183,12 @@ class _Nothing:
 
 def test_an_endpoint_with_a_password_is_refused_without_repeating_it() -> None:
     with pytest.raises(ConfigError, match="holds a user or password") as caught:
-        make_client(endpoint_url="http://user:hunter2@127.0.0.1:1", region_name="x")
+        make_client(
+            endpoint_url="http://user:hunter2@127.0.0.1:1",
+            region_name="x",
+            aws_access_key_id="a",
+            aws_secret_access_key="b",
+        )
     assert "hunter2" not in str(caught.value)
 
 
