@@ -28,7 +28,7 @@ def command(tmp_path: Path, staging: str, nodes: str = "1") -> list[str]:
 
 async def test_a_fenced_twin_does_no_harm(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F93, F94: another owner starts the same job on the same machine: it ends with 3, no harm done."""
-    monkeypatch.setenv("STEP_SECONDS", "0.1")
+    monkeypatch.setenv("STEP_SECONDS", "0.5")
     status: list[int] = []
 
     async def scenario(supervisor: Supervisor) -> None:
