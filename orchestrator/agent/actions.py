@@ -46,6 +46,9 @@ from orchestrator.errors import (
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 
+LAST_SWEEP_SECONDS = 30.0
+"""How long the end record of a job that is done waits for the sweep before it: well below the record's own limit."""
+
 
 class StoreActions:
     """Performs store actions for one node."""
@@ -156,10 +159,11 @@ class StoreActions:
         return None if reason is None else Superseded(node=self._settings.node, reason=reason)
 
     async def record_end(self, action: RecordEnd) -> EndRecorded | Superseded:
-        """Write the end record. Where the job is done there is time to let the last sweep end first."""
+        """Write the end record. Where the job is done there is some time to let the last sweep end first."""
         if action.outcome is Outcome.DONE:
-            async with self._sweeping:
-                pass
+            with contextlib.suppress(TimeoutError):  # a job that is done must be called so, however much there is to go
+                async with asyncio.timeout(LAST_SWEEP_SECONDS), self._sweeping:
+                    pass
         try:
             await asyncio.to_thread(
                 generations.record_end, self._store, self._who, action.outcome, action.reason, self._clock.wall()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from orchestrator import telemetry
+from orchestrator.agent import actions as actions_module
 from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.uploads import REST_SECONDS_MAX, UPLOAD_NICE, Uploads
 from orchestrator.checkpoint import format as fmt
@@ -398,6 +399,32 @@ async def test_the_end_record_of_a_job_that_is_done_waits_for_the_sweep(store: M
     await actions.record_end(RecordEnd(node="node-1", outcome=Outcome.DONE, reason="done"))
     assert sweep.done()
     assert fmt.retired_key(old) in [entry.key for entry in store.entries("")]
+
+
+async def test_a_sweep_without_an_end_does_not_hold_up_the_end_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the record the same command would train on a job that is done."""
+    monkeypatch.setattr(actions_module, "LAST_SWEEP_SECONDS", 0.05)
+    goes_on = threading.Event()
+
+    class Slow(MemoryStore):
+        def delete(self, key: str) -> None:
+            assert goes_on.wait(20)
+            super().delete(key)
+
+    store = Slow()
+    actions = actions_of(store, tmp_path)
+    await actions.open_generation(opening())
+    for step in (10, 20):
+        save_one(store, tmp_path, step)
+    sweep = asyncio.create_task(actions.sweep(sweeping()))
+    await asyncio.sleep(0)
+    await actions.record_end(RecordEnd(node="node-1", outcome=Outcome.DONE, reason="done"))
+    assert read_end(store, 1) is not None
+    assert not sweep.done()
+    goes_on.set()
+    assert (await sweep).problem is None
 
 
 async def test_a_second_reading_sets_aside_what_is_bad_here_too(store: MemoryStore, tmp_path: Path) -> None:
