@@ -138,7 +138,7 @@ class StoreActions:
             freed_bytes=done.freed_bytes,
         )
 
-    async def second_reading(self, action: SecondReading) -> ReadAgain:
+    async def second_reading(self, action: ReadAgain) -> SecondReading:
         """Read a checkpoint that another node could not read. It is set aside only if it is bad here as well."""
         node, generation, checkpoint = self._settings.node, action.generation, action.checkpoint
         try:
@@ -147,8 +147,8 @@ class StoreActions:
                 reason = f"{action.first}; {node}: {mismatch}"
                 await asyncio.to_thread(set_aside, self._store, checkpoint, generation, reason)
         except OrchestratorError as error:
-            return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, problem=str(error))
-        return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, mismatch=mismatch)
+            return SecondReading(node=node, generation=generation, checkpoint=checkpoint, problem=str(error))
+        return SecondReading(node=node, generation=generation, checkpoint=checkpoint, mismatch=mismatch)
 
     async def superseded(self, generation: int) -> Superseded | None:
         """Whether another run has claimed a higher generation by now. A store that cannot say is asked again later."""

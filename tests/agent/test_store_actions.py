@@ -431,8 +431,8 @@ async def test_a_second_reading_sets_aside_what_is_bad_here_too(store: MemorySto
     actions = actions_of(store, tmp_path)
     await actions.open_generation(opening())
     checkpoint = save_one(store, tmp_path, 10)
-    asked = SecondReading(node="node-1", generation=2, checkpoint=checkpoint, first="rank 0 on node-0: DigestError")
-    assert await actions.second_reading(asked) == ReadAgain(node="node-1", generation=2, checkpoint=checkpoint)
+    asked = ReadAgain(node="node-1", generation=2, checkpoint=checkpoint, first="rank 0 on node-0: DigestError")
+    assert await actions.second_reading(asked) == SecondReading(node="node-1", generation=2, checkpoint=checkpoint)
     assert fmt.quarantine_key(checkpoint) not in [entry.key for entry in store.entries("")]
     change_byte(store, fmt.shard_key(checkpoint, 0, 1), -1)
     found = await actions.second_reading(asked)
@@ -440,7 +440,7 @@ async def test_a_second_reading_sets_aside_what_is_bad_here_too(store: MemorySto
     marker = fmt.load(fmt.Marker, "marker", store.read(fmt.quarantine_key(checkpoint)))
     assert marker.reason == f"rank 0 on node-0: DigestError; node-1: {found.mismatch}"
     gone = await actions.second_reading(
-        SecondReading(node="node-1", generation=2, checkpoint=checkpoint_id(7, 7), first="")
+        ReadAgain(node="node-1", generation=2, checkpoint=checkpoint_id(7, 7), first="")
     )
     assert gone.mismatch is None
     assert gone.problem is not None
