@@ -4,6 +4,7 @@ test_s3_servers for real ones."""
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -187,6 +188,24 @@ def test_an_endpoint_with_a_password_is_refused_without_repeating_it() -> None:
             aws_secret_access_key="b",
         )
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "problem"),
+    [
+        ("localhost:9000", "the SDK gave up: Invalid endpoint: localhost:9000; see that its endpoint is the right one"),
+        (
+            "user:hunter2@host",
+            "the endpoint's address holds a user or password; see that its endpoint is the right one",
+        ),
+    ],
+)
+def test_an_endpoint_that_is_no_address_is_one_sentence(endpoint: str, problem: str) -> None:
+    """For every verb: it comes from the environment, too."""
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+        make_client(endpoint_url=endpoint, region_name="x", aws_access_key_id="a", aws_secret_access_key="b")
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 # ---------------------------------------------------------------------------------------------- the probe
