@@ -150,7 +150,8 @@ class JobConfig(BaseModel):
 
     @model_validator(mode="after")
     def _keep_every_of_what(self) -> Self:
-        check_keep(self.keep_last, self.keep_every)
+        if self.keep_every and not self.keep_last:  # something else was meant: they would be kept anyway
+            raise ValueError("keep_every: needs keep_last; without it all checkpoints are kept")
         return self
 
     @property
@@ -196,12 +197,6 @@ def parse_notices(text: str) -> tuple[str, ...]:
     if "none" in words and len(words) > 1:
         raise ValueError("none stands alone")
     return words
-
-
-def check_keep(keep_last: int, keep_every: int) -> None:
-    """Raises ValueError if checkpoints are to be kept that would be kept anyway: something else was meant."""
-    if keep_every and not keep_last:
-        raise ValueError("keep_every: needs keep_last; without it all checkpoints are kept")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -46,6 +46,9 @@ from orchestrator.errors import (
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 
+LAST_SWEEP_SECONDS = 30.0
+"""How long the end record of a job that is done waits for the sweep before it: well below the record's own limit."""
+
 
 class StoreActions:
     """Performs store actions for one node."""
@@ -135,7 +138,7 @@ class StoreActions:
             freed_bytes=done.freed_bytes,
         )
 
-    async def second_reading(self, action: SecondReading) -> ReadAgain:
+    async def second_reading(self, action: ReadAgain) -> SecondReading:
         """Read a checkpoint that another node could not read. It is set aside only if it is bad here as well."""
         node, generation, checkpoint = self._settings.node, action.generation, action.checkpoint
         try:
@@ -144,8 +147,8 @@ class StoreActions:
                 reason = f"{action.first}; {node}: {mismatch}"
                 await asyncio.to_thread(set_aside, self._store, checkpoint, generation, reason)
         except OrchestratorError as error:
-            return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, problem=str(error))
-        return ReadAgain(node=node, generation=generation, checkpoint=checkpoint, mismatch=mismatch)
+            return SecondReading(node=node, generation=generation, checkpoint=checkpoint, problem=str(error))
+        return SecondReading(node=node, generation=generation, checkpoint=checkpoint, mismatch=mismatch)
 
     async def superseded(self, generation: int) -> Superseded | None:
         """Whether another run has claimed a higher generation by now. A store that cannot say is asked again later."""
@@ -156,10 +159,11 @@ class StoreActions:
         return None if reason is None else Superseded(node=self._settings.node, reason=reason)
 
     async def record_end(self, action: RecordEnd) -> EndRecorded | Superseded:
-        """Write the end record. Where the job is done there is time to let the last sweep end first."""
+        """Write the end record. Where the job is done there is some time to let the last sweep end first."""
         if action.outcome is Outcome.DONE:
-            async with self._sweeping:
-                pass
+            with contextlib.suppress(TimeoutError):  # a job that is done must be called so, however much there is to go
+                async with asyncio.timeout(LAST_SWEEP_SECONDS), self._sweeping:
+                    pass
         try:
             await asyncio.to_thread(
                 generations.record_end, self._store, self._who, action.outcome, action.reason, self._clock.wall()

@@ -56,8 +56,8 @@ from orchestrator.core.messages import (
     Prepare,
     Progress,
     RankExited,
+    ReadAgain,
     RecordEnd,
-    SecondReading,
     Settled,
     Staged,
     Sweep,
@@ -331,7 +331,7 @@ class Agent:
                 self._spawn(self._hand_overs.take(action))
             case Sweep():
                 self._spawn(self._report_and_look(self._actions.sweep(action), action.generation))
-            case SecondReading():
+            case ReadAgain():
                 self._spawn(self._report(self._actions.second_reading(action)))
             case RecordEnd():
                 self._spawn(self._report(self._actions.record_end(action)))

@@ -22,7 +22,7 @@ from orchestrator.checkpoint.catalog import (
     survey,
 )
 from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
-from orchestrator.checkpoint.save import commit_draft, draft_index
+from orchestrator.checkpoint.save import commit_draft, draft_if_whole
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import (
     AlreadyExistsError,
@@ -271,19 +271,13 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
         bounded = checkpoint.step > rollback_bound(generations, checkpoint.generation)
         if bounded or files.keys() & {fmt.INDEX, fmt.RETIRED, fmt.QUARANTINE}:
             continue
-        draft = _draft(store, checkpoint)
+        try:
+            draft = draft_if_whole(store, checkpoint)
+        except VersionError:  # left to the release that knows it
+            continue
         if draft is not None and commit_draft(store, checkpoint, draft):
             done.append(checkpoint)
     return tuple(done)
-
-
-def _draft(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:
-    """The index that the receipts make. If they do not belong together, they stay undecided: no start fails on it."""
-    try:
-        draft = draft_index(store, checkpoint)
-    except FormatError:
-        return None
-    return None if isinstance(draft, str) else draft
 
 
 def read_base(store: ObjectStore, generation: int) -> fmt.BaseRecord | None:

@@ -22,7 +22,15 @@ from orchestrator.checkpoint.records import LARGE_BYTES_MAX, collector_resting, 
 from orchestrator.checkpoint.slots import read_header
 from orchestrator.core.messages import CheckpointId
 from orchestrator.core.ownership import present_ranks
-from orchestrator.errors import AlreadyExistsError, DigestError, FormatError, NotFoundError, ProtocolError, StoreError
+from orchestrator.errors import (
+    AlreadyExistsError,
+    DigestError,
+    FormatError,
+    NotFoundError,
+    ProtocolError,
+    StoreError,
+    VersionError,
+)
 from orchestrator.storage.base import Entry, ObjectStore
 
 METADATA_KEY = "orchestrator"
@@ -290,6 +298,20 @@ def draft_index(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | s
             return problem
         builder.add(key, receipt, data)
     return builder.finish()
+
+
+def draft_if_whole(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:
+    """The index that the receipts make; None if some are missing, or do not belong together: no start fails on those.
+
+    Raises VersionError, StoreError.
+    """
+    try:
+        draft = draft_index(store, checkpoint)
+    except VersionError:
+        raise
+    except FormatError:
+        return None
+    return None if isinstance(draft, str) else draft
 
 
 def _receipt_entries(prefix: str, entries: dict[str, Entry]) -> Iterator[tuple[int, int, Entry]]:

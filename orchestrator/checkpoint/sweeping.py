@@ -34,16 +34,14 @@ from orchestrator.checkpoint.catalog import (
 )
 from orchestrator.checkpoint.generations import read_base
 from orchestrator.checkpoint.retention import Fate, Keep, choose, obstacle
-from orchestrator.checkpoint.save import abandon, commit_draft, draft_index
+from orchestrator.checkpoint.save import abandon, commit_draft, draft_if_whole
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import (
     AlreadyExistsError,
     FencedError,
-    FormatError,
     NotFoundError,
     StoreDeniedError,
     SweepRefusedError,
-    VersionError,
 )
 from orchestrator.storage.arguments import probe_key
 from orchestrator.storage.base import ObjectStore, SweepableStore, Unfinished
@@ -112,7 +110,7 @@ class Sweeper:
         abandoned, committed = list[CheckpointId](), list[CheckpointId]()
         for checkpoint, _ in self._undecided.overdue(waiting, self._monotonic(), grace_seconds):
             bounded = checkpoint.step > rollback_bound(catalog.generations, checkpoint.generation)
-            draft = None if bounded else _draft(self._store, checkpoint)
+            draft = None if bounded else draft_if_whole(self._store, checkpoint)
             reason = f"nobody went on with it for {grace_seconds:.0f} s"
             is_committed = (
                 abandon(self._store, checkpoint, reason)
@@ -236,14 +234,3 @@ def _next_claim(store: ObjectStore, generation: int) -> list[int]:
     except NotFoundError:
         return []
     return [generation + 1]
-
-
-def _draft(store: ObjectStore, checkpoint: CheckpointId) -> list[bytes] | None:
-    """The index of one that is whole. Raises VersionError, StoreError; receipts that do not fit make none."""
-    try:
-        draft = draft_index(store, checkpoint)
-    except VersionError:
-        raise
-    except FormatError:
-        return None
-    return None if isinstance(draft, str) else draft

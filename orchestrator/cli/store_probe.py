@@ -109,11 +109,6 @@ def probe(store: ObjectStore, first: Callable[[], object] = lambda: None) -> Pro
     except ConfigError as error:
         problem, _, advice = "; ".join(error.problems).removeprefix("store: ").partition("; ")
         return Probe(url=url, problem=problem, advice=advice or _default_advice(url))
-    except (ValueError, RecursionError) as error:  # how SDKs refuse an address that is none, or lead in a circle
-        if url.startswith("/"):
-            raise
-        words = "it redirects without an end" if isinstance(error, RecursionError) else _without_password(str(error))
-        return Probe(url=url, problem=f"the SDK gave up: {words}", advice=_endpoint_advice(url))
 
 
 def _written_once(store: ObjectStore) -> Probe:
@@ -174,10 +169,6 @@ def _problem_and_advice(url: str, error: StoreError) -> tuple[str, str]:
             return problem, _DENIED_ADVICE
         case _:
             return problem, _BUCKET_ADVICE
-
-
-def _without_password(text: str) -> str:
-    return text.partition("\n")[0][:200] if "@" not in text else "the endpoint's address holds a user or password"
 
 
 def _default_advice(url: str) -> str:

@@ -52,10 +52,10 @@ from orchestrator.core.messages import (
     RankAttached,
     RankExited,
     RankPlanned,
-    ReadAgain,
     Refused,
     Requested,
     SaveAsked,
+    SecondReading,
     Staged,
     Superseded,
     Swept,
@@ -142,8 +142,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             finishing.on_end_recorded(turn, event)
         case Swept():
             sweeping.on_swept(turn, event)
-        case ReadAgain():
-            suspects.on_read_again(turn, event)
+        case SecondReading():
+            suspects.on_second_reading(turn, event)
         case Superseded():
             finishing.on_superseded(turn, event)
         case Requested():

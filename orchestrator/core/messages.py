@@ -431,7 +431,7 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadAgain:
+class SecondReading:
     """A second node has read a checkpoint that another one could not read.
 
     `mismatch`: what is not as it was committed there either; then it has set it aside. `problem`: why it cannot tell.
@@ -501,7 +501,7 @@ Event = (
     | RankExited
     | EndRecorded
     | Swept
-    | ReadAgain
+    | SecondReading
     | Superseded
     | Requested
     | Tick
@@ -677,7 +677,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecondReading:
+class ReadAgain:
     """Read what another node could not read, `first` in its words; set it aside if it is bad here, too."""
 
     node: str
@@ -732,7 +732,7 @@ Action = (
     | Abandon
     | Settled
     | Sweep
-    | SecondReading
+    | ReadAgain
     | RecordEnd
     | Note
     | Finish

@@ -43,14 +43,12 @@ def consider(turn: Turn) -> None:
         if node is not None:
             _put(turn, replace(suspect, asked=node))
             turn.do(
-                SecondReading(
-                    node=node, generation=job.gang.generation, checkpoint=suspect.checkpoint, first=suspect.words
-                )
+                ReadAgain(node=node, generation=job.gang.generation, checkpoint=suspect.checkpoint, first=suspect.words)
             )
             return
 
 
-def on_read_again(turn: Turn, event: ReadAgain) -> None:
+def on_second_reading(turn: Turn, event: SecondReading) -> None:
     """It has looked."""
     suspect = next((one for one in turn.job.suspects if one.checkpoint == event.checkpoint), None)
     if suspect is None or suspect.asked != event.node:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import base64
 import http.client
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from crc32c import crc32c
 
 from orchestrator.errors import StoreError, StoreUnavailableError
+from orchestrator.storage.arguments import byte_views, bytes_wanted, check_range, key_parts
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
@@ -60,6 +62,36 @@ class Body:
 
     def _short(self, count: int) -> StoreUnavailableError:
         return StoreUnavailableError(self._key, f"the answer ended after {count} of {self.length} bytes")
+
+
+Range = Callable[[str, int, int | None], AbstractContextManager[Body | None]]
+"""(key, start, stop) → the bytes [start, stop), or as many as there are; None if there are none."""
+
+
+def read(opened: Range, size: Callable[[str], int], key: str, start: int, stop: int | None) -> bytes:
+    """`ObjectStore.read` of a bucket."""
+    check_range(key, start, stop)
+    key_parts(key)
+    if start == stop:
+        size(key)  # there is no empty range in HTTP; this finds out whether the object is there
+        return b""
+    with opened(key, start, stop) as body:
+        return b"" if body is None else body.read()
+
+
+def read_into(opened: Range, size: Callable[[str], int], key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    """`ObjectStore.read_into` of a bucket: from the socket into the buffers."""
+    check_range(key, start, None)
+    key_parts(key)
+    views = byte_views(buffers)
+    if not views:
+        size(key)
+        return 0
+    with opened(key, start, start + bytes_wanted(views)) as body:
+        if body is None:
+            return 0
+        body.read_into(views)
+        return body.length
 
 
 def checksum(views: Iterable[bytes | memoryview]) -> str:

@@ -30,6 +30,7 @@ class Entry:
     size_bytes: int
 
 
+@runtime_checkable
 class BoundedPieces(Protocol):
     """Pieces that say beforehand how many bytes they have at most, as a shard does that is still being staged.
 
@@ -41,7 +42,17 @@ class BoundedPieces(Protocol):
         """No more bytes come; None if that is not known."""
         ...
 
-    def __iter__(self) -> Iterator[Piece]: ...
+
+@runtime_checkable
+class DigestedPieces(Protocol):
+    """Pieces whose digests somebody computes anyway: stores need not compute them once more.
+
+    Who wraps pieces of this kind passes the digests on.
+    """
+
+    def crc32c(self, start: int, stop: int) -> int | None:
+        """See `Digest`. May be asked in any thread, and waits for what is just being digested."""
+        ...
 
 
 Digest = Callable[[int, int], int | None]
@@ -49,20 +60,15 @@ Digest = Callable[[int, int], int | None]
 
 
 def digest_of(pieces: Iterable[Piece]) -> Digest:
-    """What the pieces know of their own digests (a method `crc32c`): stores need not compute them once more.
-
-    It may be asked in any thread, and waits for what is just being digested. Who wraps pieces passes it on.
-    """
-    known: Digest | None = getattr(pieces, "crc32c", None)
-    return known or (lambda start, stop: None)
+    """What the pieces know of their own digests."""
+    return pieces.crc32c if isinstance(pieces, DigestedPieces) else lambda start, stop: None
 
 
 def bytes_at_most(pieces: Iterable[Piece]) -> int | None:
     """How many bytes the pieces have at most, where that is known: exactly for a list, else if they say so."""
     if isinstance(pieces, list | tuple):
         return sum([memoryview(piece).nbytes for piece in pieces])
-    bound: int | None = getattr(pieces, "size_bytes_max", None)
-    return bound
+    return pieces.size_bytes_max if isinstance(pieces, BoundedPieces) else None
 
 
 class ObjectStore(Protocol):

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
@@ -70,6 +70,17 @@ class Patience:
         error = state.outcome.exception() if state.outcome is not None else None
         asked = error.retry_after_seconds if isinstance(error, StoreUnavailableError) else None
         return wait if asked is None else max(wait, min(asked, self.wait_seconds_max))
+
+
+class Again(Protocol):
+    """Calls what may be tried again on its own, as `Patience.call` does: a part of an object, say."""
+
+    def __call__(self, action: Callable[[], Any], *, excused_seconds: Callable[[], float] = ...) -> Any: ...
+
+
+def once(action: Callable[[], Any], **_: Any) -> Any:
+    """Calls the action: no second try."""
+    return action()
 
 
 class RetryingStore:

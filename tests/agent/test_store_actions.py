@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from orchestrator import telemetry
+from orchestrator.agent import actions as actions_module
 from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.uploads import REST_SECONDS_MAX, UPLOAD_NICE, Uploads
 from orchestrator.checkpoint import format as fmt
@@ -400,12 +401,38 @@ async def test_the_end_record_of_a_job_that_is_done_waits_for_the_sweep(store: M
     assert fmt.retired_key(old) in [entry.key for entry in store.entries("")]
 
 
+async def test_a_sweep_without_an_end_does_not_hold_up_the_end_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the record the same command would train on a job that is done."""
+    monkeypatch.setattr(actions_module, "LAST_SWEEP_SECONDS", 0.05)
+    goes_on = threading.Event()
+
+    class Slow(MemoryStore):
+        def delete(self, key: str) -> None:
+            assert goes_on.wait(20)
+            super().delete(key)
+
+    store = Slow()
+    actions = actions_of(store, tmp_path)
+    await actions.open_generation(opening())
+    for step in (10, 20):
+        save_one(store, tmp_path, step)
+    sweep = asyncio.create_task(actions.sweep(sweeping()))
+    await asyncio.sleep(0)
+    await actions.record_end(RecordEnd(node="node-1", outcome=Outcome.DONE, reason="done"))
+    assert read_end(store, 1) is not None
+    assert not sweep.done()
+    goes_on.set()
+    assert (await sweep).problem is None
+
+
 async def test_a_second_reading_sets_aside_what_is_bad_here_too(store: MemoryStore, tmp_path: Path) -> None:
     actions = actions_of(store, tmp_path)
     await actions.open_generation(opening())
     checkpoint = save_one(store, tmp_path, 10)
-    asked = SecondReading(node="node-1", generation=2, checkpoint=checkpoint, first="rank 0 on node-0: DigestError")
-    assert await actions.second_reading(asked) == ReadAgain(node="node-1", generation=2, checkpoint=checkpoint)
+    asked = ReadAgain(node="node-1", generation=2, checkpoint=checkpoint, first="rank 0 on node-0: DigestError")
+    assert await actions.second_reading(asked) == SecondReading(node="node-1", generation=2, checkpoint=checkpoint)
     assert fmt.quarantine_key(checkpoint) not in [entry.key for entry in store.entries("")]
     change_byte(store, fmt.shard_key(checkpoint, 0, 1), -1)
     found = await actions.second_reading(asked)
@@ -413,7 +440,7 @@ async def test_a_second_reading_sets_aside_what_is_bad_here_too(store: MemorySto
     marker = fmt.load(fmt.Marker, "marker", store.read(fmt.quarantine_key(checkpoint)))
     assert marker.reason == f"rank 0 on node-0: DigestError; node-1: {found.mismatch}"
     gone = await actions.second_reading(
-        SecondReading(node="node-1", generation=2, checkpoint=checkpoint_id(7, 7), first="")
+        ReadAgain(node="node-1", generation=2, checkpoint=checkpoint_id(7, 7), first="")
     )
     assert gone.mismatch is None
     assert gone.problem is not None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -23,8 +22,8 @@ from orchestrator.storage.gcs import content as content_module
 from orchestrator.storage.gcs.bucket import Bucket, Connection, connect
 from orchestrator.storage.gcs.content import Content, cut, whole
 from orchestrator.storage.gcs.store import GCSStore
-from orchestrator.storage.retrying import Patience, RetryingStore
-from tests.storage.test_s3 import listening
+from orchestrator.storage.gcs.upload import Again
+from orchestrator.storage.retrying import Patience, RetryingStore, once
 
 ENDPOINT = "https://gcs.test"
 SESSION = f"{ENDPOINT}/upload/session?upload_id=secret"
@@ -192,7 +191,7 @@ def bucket_of(gcs: GCS) -> Bucket:
     return Bucket("bucket", "some/where", connection=Connection(ENDPOINT, gcs))  # type: ignore[arg-type]
 
 
-def probed_store(gcs: GCS, again: Callable[[Callable[[], Any]], Any] = lambda action: action()) -> GCSStore:
+def probed_store(gcs: GCS, again: Again = once) -> GCSStore:
     """A store that has probed its server; what that took is forgotten."""
     store = GCSStore(bucket_of(gcs), again)
     store.probe()
@@ -578,71 +577,6 @@ def test_a_page_of_something_between_is_no_answer(body: bytes, gcs: GCS) -> None
     gcs.before = lambda what: answer(200, body)
     with pytest.raises(StoreUnavailableError, match="the answer is no JSON"):
         GCSStore(bucket_of(gcs)).size("key")
-
-
-# ---------------------------------------------------------------------------------------------- broken connections
-
-
-def store_at(endpoint: str) -> GCSStore:
-    connection = Connection(endpoint, requests.Session())
-    return GCSStore(Bucket("bucket", "", connect_seconds=0.3, silence_seconds=0.3, connection=connection))
-
-
-HALF = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 10\r\nContent-Range: bytes 0-9/10\r\n\r\n12345"
-
-
-def test_an_answer_that_breaks_off_is_no_object() -> None:
-    with listening(HALF) as endpoint:
-        store = store_at(endpoint)
-        with pytest.raises(StoreUnavailableError, match="ended after 5 of 10 bytes"):
-            store.read("key", 0, 10)
-        with pytest.raises(StoreUnavailableError, match="ended after 5 of 10 bytes"):
-            store.read_into("key", 0, [memoryview(bytearray(10))])
-        store.close()
-
-
-@pytest.mark.parametrize(
-    ("head", "start", "stop"),
-    [
-        (b"206 Partial Content\r\nContent-Range: bytes 3-5/10", 0, 3),
-        (b"206 Partial Content\r\nContent-Range: bytes 0-2/3", 0, 2),
-        (b"206 Partial Content\r\nContent-Range: bytes 0-2/10", 0, 10),
-        (b"200 OK", 3, 6),
-        (b"200 OK", 0, 2),
-    ],
-)
-def test_other_bytes_than_were_asked_for_are_no_answer(head: bytes, start: int, stop: int) -> None:
-    with listening(b"HTTP/1.1 " + head + b"\r\nContent-Length: 3\r\n\r\nabc") as endpoint:
-        store = store_at(endpoint)
-        with pytest.raises(StoreError, match=rf"asked for bytes \[{start}, {stop}\)"):
-            store.read("key", start, stop)
-        store.close()
-
-
-def test_an_answer_without_a_length_is_none() -> None:
-    with listening(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nabc") as endpoint:
-        store = store_at(endpoint)
-        with pytest.raises(StoreError, match="does not say how long it is"):
-            store.read("key")
-        store.close()
-
-
-def test_an_upload_that_stands_still_is_given_up() -> None:
-    with listening(None) as endpoint:
-        store = store_at(endpoint)
-        with pytest.raises(StoreUnavailableError, match=f"{endpoint} broke off, or was silent for too long"):
-            store._put("key", whole([bytes(64 << 20)]))
-        store.close()
-
-
-def test_a_server_that_is_not_there() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    store = store_at(endpoint)
-    with pytest.raises(StoreUnavailableError, match=f"{endpoint} cannot be reached") as caught:
-        store.size("key")
-    assert not caught.value.maybe_done
 
 
 # ---------------------------------------------------------------------------------------------- whom to ask

@@ -7,13 +7,9 @@ when it is asked how far it is, and takes any checksum.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy
 import pytest
@@ -24,8 +20,8 @@ from orchestrator.storage.gcs import content as content_module
 from orchestrator.storage.gcs.store import GCSStore
 from orchestrator.storage.retrying import Patience, RetryingStore
 from tests.gcs_server import GCSServer, GCSServers
+from tests.storage.races import exactly_one_wins
 
-REPOSITORY = Path(__file__).parents[2]
 CHUNK_BYTES = 256 << 10
 """The least that GCS takes."""
 
@@ -124,66 +120,12 @@ def test_a_bucket_that_is_not_there(server: GCSServer) -> None:
 
 # ---------------------------------------------------------------------------------------------- races
 
-RACE = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from orchestrator.errors import AlreadyExistsError
-from orchestrator.storage.gcs.bucket import Bucket
-from orchestrator.storage.gcs.store import GCSStore
-
-store, name = GCSStore(Bucket("bucket", sys.argv[1])), sys.argv[2]
-store.probe()
-print("ready", flush=True)
-sys.stdin.readline()
-
-def race(turn_and_thread):
-    turn, thread = turn_and_thread
-    try:
-        store.create(f"turn/{turn}/key", [f"{name} {thread}".encode()])
-    except AlreadyExistsError:
-        return None
-    return f"{turn}:{thread}"
-
-with ThreadPoolExecutor(4) as threads:
-    won = [one for one in threads.map(race, [(turn, thread) for turn in range(30) for thread in range(4)]) if one]
-print(" ".join(won), flush=True)
-store.close()
-"""
-
 
 @pytest.mark.processes
 def test_of_16_writers_in_4_processes_exactly_one_wins(server: GCSServer) -> None:
     bucket = server.bucket()
-    prefix = bucket.full_key("").rstrip("/")
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACE, prefix, f"process {number}"],
-            cwd=REPOSITORY,
-            env={**os.environ, **server.variables()},
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for number in range(4)
-    ]
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        assert racer.stdin is not None
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    winners: dict[int, str] = {}
-    for number, racer in enumerate(racers):
-        for word in racer.communicate(timeout=50)[0].split():
-            turn, _, thread = word.partition(":")
-            assert int(turn) not in winners
-            winners[int(turn)] = f"process {number} {thread}"
-        assert racer.returncode == 0
-    assert sorted(winners) == list(range(30))
-    store = GCSStore(bucket)
-    for won, name in winners.items():
-        assert store.read(f"turn/{won}/key") == name.encode()
+    store, prefix = GCSStore(bucket), bucket.full_key("").rstrip("/")
+    exactly_one_wins("gcs", store, prefix, server.variables(), turns=30)
 
 
 # ---------------------------------------------------------------------------------------------- a killed server

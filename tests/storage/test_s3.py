@@ -4,11 +4,9 @@ test_s3_servers for real ones."""
 from __future__ import annotations
 
 import contextlib
-import socket
+import re
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +188,24 @@ def test_an_endpoint_with_a_password_is_refused_without_repeating_it() -> None:
             aws_secret_access_key="b",
         )
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "problem"),
+    [
+        ("localhost:9000", "the SDK gave up: Invalid endpoint: localhost:9000; see that its endpoint is the right one"),
+        (
+            "user:hunter2@host",
+            "the endpoint's address holds a user or password; see that its endpoint is the right one",
+        ),
+    ],
+)
+def test_an_endpoint_that_is_no_address_is_one_sentence(endpoint: str, problem: str) -> None:
+    """For every verb: it comes from the environment, too."""
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+        make_client(endpoint_url=endpoint, region_name="x", aws_access_key_id="a", aws_secret_access_key="b")
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 # ---------------------------------------------------------------------------------------------- the probe
@@ -651,102 +667,3 @@ def test_what_has_too_many_parts_is_refused(client: ObjectClient, monkeypatch: p
     with pytest.raises(StoreError, match="more than 2 parts; 20 bytes were sent"):
         probed_store(client).create("key", pieces_of(TEXT))
     assert client.operations()[-1] == "abort_multipart_upload"
-
-
-# ---------------------------------------------------------------------------------------------- broken connections
-
-
-@contextmanager
-def listening(answer: bytes | None) -> Iterator[str]:
-    """A server that answers everything with these bytes and hangs up; None: it takes connections and reads nothing."""
-    done = threading.Event()
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-
-        def serve() -> None:
-            kept = []
-            while True:
-                connection, _ = server.accept()
-                if done.is_set():
-                    connection.close()
-                    break
-                kept.append(connection)
-                if answer is not None:
-                    connection.recv(1 << 16)
-                    connection.sendall(answer)
-                    connection.close()
-            for connection in kept:
-                connection.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        finally:
-            done.set()
-            socket.create_connection(server.getsockname()).close()
-            thread.join(10)
-
-
-def store_at(endpoint: str) -> S3Store:
-    settings = {
-        "endpoint_url": endpoint,
-        "region_name": "us-east-1",
-        "aws_access_key_id": "a",
-        "aws_secret_access_key": "b",
-    }
-    return S3Store(Bucket("bucket", "", connect_seconds=0.3, silence_seconds=0.3, settings=settings))
-
-
-HALF = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 10\r\nContent-Range: bytes 0-9/10\r\n\r\n12345"
-
-
-def test_an_answer_that_breaks_off_is_no_object() -> None:
-    with listening(HALF) as endpoint:
-        store = store_at(endpoint)
-        with pytest.raises(StoreUnavailableError, match="ended after 5 of 10 bytes"):
-            store.read("key", 0, 10)
-        with pytest.raises(StoreUnavailableError, match="ended after 5 of 10 bytes"):
-            store.read_into("key", 0, [memoryview(bytearray(10))])
-        store.close()
-
-
-@pytest.mark.parametrize(
-    ("head", "start", "stop"),
-    [
-        (b"206 Partial Content\r\nContent-Range: bytes 3-5/10", 0, 3),
-        (b"206 Partial Content\r\nContent-Range: bytes 0-2/3", 0, 2),
-        (b"206 Partial Content\r\nContent-Range: bytes 0-2/10", 0, 10),
-        (b"200 OK", 3, 6),
-        (b"200 OK", 0, 2),
-    ],
-)
-def test_other_bytes_than_were_asked_for_are_no_answer(head: bytes, start: int, stop: int) -> None:
-    with listening(b"HTTP/1.1 " + head + b"\r\nContent-Length: 3\r\n\r\nabc") as endpoint:
-        store = store_at(endpoint)
-        with pytest.raises(StoreError, match=rf"asked for bytes \[{start}, {stop}\)"):
-            store.read("key", start, stop)
-        store.close()
-
-
-def test_an_upload_that_stands_still_is_given_up() -> None:
-    """F27: a part that does not leave fails within its time-out, and says at which server."""
-    with listening(None) as endpoint:
-        store = store_at(endpoint)
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailableError, match=f"{endpoint} broke off, or was silent for too long"):
-            store._put("key", parts_module.whole([bytes(64 << 20)]))
-        assert time.monotonic() - began < 30  # and not for ever
-        store.close()
-
-
-def test_a_server_that_is_not_there() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    store = store_at(endpoint)
-    with pytest.raises(StoreUnavailableError, match=f"{endpoint} cannot be reached") as caught:
-        store.size("key")
-    assert not caught.value.maybe_done

@@ -5,13 +5,9 @@ What every store guarantees is tested in tests/contracts, on the same servers.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy
 import pytest
@@ -24,8 +20,8 @@ from orchestrator.storage.s3 import parts as parts_module
 from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.store import S3Store
 from tests.s3_servers import BUCKET, READ_ONLY_KEY, READ_ONLY_SECRET, S3Server, S3Servers
+from tests.storage.races import exactly_one_wins
 
-REPOSITORY = Path(__file__).parents[2]
 PART_BYTES = 5 << 20
 """The least that S3 takes."""
 
@@ -200,66 +196,12 @@ def test_a_bucket_that_is_not_there(server: S3Server) -> None:
 
 # ---------------------------------------------------------------------------------------------- races
 
-RACE = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from orchestrator.errors import AlreadyExistsError
-from orchestrator.storage.s3.bucket import Bucket
-from orchestrator.storage.s3.store import S3Store
-
-store, name = S3Store(Bucket("bucket", sys.argv[1])), sys.argv[2]
-store.probe()
-print("ready", flush=True)
-sys.stdin.readline()
-
-def race(turn_and_thread):
-    turn, thread = turn_and_thread
-    try:
-        store.create(f"turn/{turn}/key", [f"{name} {thread}".encode()])
-    except AlreadyExistsError:
-        return None
-    return f"{turn}:{thread}"
-
-with ThreadPoolExecutor(4) as threads:
-    won = [one for one in threads.map(race, [(turn, thread) for turn in range(3) for thread in range(4)]) if one]
-print(" ".join(won), flush=True)
-store.close()
-"""
-
 
 @pytest.mark.processes
 def test_of_16_writers_in_4_processes_exactly_one_wins(server: S3Server) -> None:
     bucket = server.bucket()
-    prefix = bucket.full_key("").rstrip("/")
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACE, prefix, f"process {number}"],
-            cwd=REPOSITORY,
-            env={**os.environ, **server.variables()},
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for number in range(4)
-    ]
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        assert racer.stdin is not None
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    winners: dict[str, str] = {}
-    for number, racer in enumerate(racers):
-        for word in racer.communicate(timeout=50)[0].split():
-            turn, _, thread = word.partition(":")
-            assert turn not in winners
-            winners[turn] = f"process {number} {thread}"
-        assert racer.returncode == 0
-    assert sorted(winners) == ["0", "1", "2"]
-    store = S3Store(bucket)
-    for turn, name in winners.items():
-        assert store.read(f"turn/{turn}/key") == name.encode()
+    store, prefix = S3Store(bucket), bucket.full_key("").rstrip("/")
+    exactly_one_wins("s3", store, prefix, server.variables(), turns=3)
 
 
 # ---------------------------------------------------------------------------------------------- a killed server

@@ -15,17 +15,14 @@ import contextlib
 import json
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError
+from orchestrator.storage import answers
 from orchestrator.storage.answers import Body, check_range_of, checksum_text
 from orchestrator.storage.arguments import (
-    byte_views,
-    bytes_wanted,
-    check_range,
     is_key,
     key_parts,
     prefix_parts,
@@ -36,14 +33,10 @@ from orchestrator.storage.bucket_errors import NoSuchRangeError, nothing_done
 from orchestrator.storage.gcs.bucket import Bucket, json_of
 from orchestrator.storage.gcs.content import Content, cut, whole
 from orchestrator.storage.gcs.upload import Again, check_stored, upload
+from orchestrator.storage.retrying import once
 
 ONE_REQUEST_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
-
-
-def once(action: Callable[[], Any]) -> Any:
-    """Calls the action: no second try."""
-    return action()
 
 
 class GCSStore:
@@ -82,27 +75,11 @@ class GCSStore:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
-        check_range(key, start, stop)
-        key_parts(key)
-        if start == stop:
-            self.size(key)  # there is no empty range in HTTP; this finds out whether the object is there
-            return b""
-        with self._range(key, start, stop) as body:
-            return b"" if body is None else body.read()
+        return answers.read(self._range, self.size, key, start, stop)
 
     def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
         """See the port. From the socket into the buffers."""
-        check_range(key, start, None)
-        key_parts(key)
-        views = byte_views(buffers)
-        if not views:
-            self.size(key)
-            return 0
-        with self._range(key, start, start + bytes_wanted(views)) as body:
-            if body is None:
-                return 0
-            body.read_into(views)
-            return body.length
+        return answers.read_into(self._range, self.size, key, start, buffers)
 
     def size(self, key: str) -> int:
         """See the port."""

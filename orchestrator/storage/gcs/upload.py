@@ -22,9 +22,10 @@ from orchestrator.storage.bucket_errors import UploadGoneError, nothing_done
 from orchestrator.storage.gcs.bucket import Bucket, json_of
 from orchestrator.storage.gcs.content import Content
 
-Again = Callable[[Callable[[], Any]], Any]
 _PERSISTED = re.compile(r"bytes=0-([0-9]{1,18})")
 """What the server has of an upload, in the header Range; that is missing as long as it has nothing."""
+Again = Callable[[Callable[[], Any]], Any]
+"""Calls what may be tried again on its own."""
 _GONE = (404, 410)
 _INCOMPLETE = 308
 _CANCELLED = (200, 204, 404, 410, 499)

@@ -22,7 +22,7 @@ from urllib3.exceptions import HTTPError
 
 from orchestrator.errors import ConfigError
 from orchestrator.storage.answers import Body
-from orchestrator.storage.s3.errors import store_error
+from orchestrator.storage.s3.errors import ENDPOINT_ADVICE, store_error
 from orchestrator.storage.s3.location import S3Location
 
 CONNECT_SECONDS = 10.0
@@ -130,7 +130,14 @@ class Bucket:
     def _translated(self, operation: str, key: str) -> Iterator[None]:
         try:
             yield
-        except (ClientError, BotoCoreError, HTTPError, http.client.HTTPException, OSError) as error:
+        except (
+            ClientError,
+            BotoCoreError,
+            HTTPError,
+            http.client.HTTPException,
+            OSError,
+            RecursionError,
+        ) as error:
             raise store_error(key, self.name, self.endpoint, _operation_name(operation), error) from error
 
 
@@ -161,7 +168,12 @@ def make_client(
         max_pool_connections=CONNECTIONS_MAX,
         tcp_keepalive=True,
     )
-    client = boto3.session.Session(profile_name=profile_name).client("s3", config=config, **settings)
+    try:
+        client = boto3.session.Session(profile_name=profile_name).client("s3", config=config, **settings)
+    except ValueError as error:  # an address that is none
+        words = str(error).partition("\n")[0][:200]
+        problem = "the endpoint's address holds a user or password" if "@" in words else f"the SDK gave up: {words}"
+        raise ConfigError(f"store: {problem}; {ENDPOINT_ADVICE}") from None  # its text may hold a password
     address = urlsplit(client.meta.endpoint_url)
     if address.username is not None or address.password is not None:
         raise ConfigError("store: the S3 endpoint's address holds a user or password; credentials have variables")

@@ -28,6 +28,7 @@ from orchestrator.storage.bucket_errors import (
     retry_after_seconds,
 )
 
+ENDPOINT_ADVICE = "see that its endpoint is the right one (AWS_ENDPOINT_URL, or endpoint= in the URL)"
 _LOST_CODES = ("PreconditionFailed", "412")
 _UNSUPPORTED_CODES = ("NotImplemented", "MissingContentLength", "InvalidRequest", "InvalidArgument")
 _UNSUPPORTED_STATUSES = (411, 501)
@@ -78,6 +79,8 @@ class SlowDownError(StoreUnavailableError):
 
 def store_error(key: str, bucket: str, endpoint: str, operation: str, error: Exception) -> StoreError:
     """The StoreError that tells the caller what to do about it. `operation`: what was asked, as S3 calls it."""
+    if isinstance(error, RecursionError):  # how the SDK follows redirections that lead in a circle
+        return StoreError(key, f"the SDK gave up: it redirects without an end; {ENDPOINT_ADVICE}")
     if isinstance(error, sdk.ClientError):
         return _answered(key, bucket, endpoint, operation, error)
     if isinstance(error, _NO_CREDENTIALS):

@@ -17,17 +17,14 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, NotFoundError, StoreError, StoreUnavailableError
+from orchestrator.storage import answers
 from orchestrator.storage.answers import Body, check_range_of
 from orchestrator.storage.arguments import (
-    byte_views,
-    bytes_wanted,
-    check_range,
     is_key,
     key_parts,
     prefix_parts,
@@ -35,21 +32,16 @@ from orchestrator.storage.arguments import (
 )
 from orchestrator.storage.base import Entry, Piece, Unfinished, bytes_at_most
 from orchestrator.storage.bucket_errors import ChecksumRefusedError, NoSuchRangeError, UploadGoneError, nothing_done
-from orchestrator.storage.retrying import holds
+from orchestrator.storage.retrying import Again, holds, once
 from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.errors import UnsupportedError
 from orchestrator.storage.s3.parts import Part, PartPlan, cut, plan_parts, whole
-from orchestrator.storage.s3.upload import Abilities, Again, maybe_done, upload
+from orchestrator.storage.s3.upload import Abilities, maybe_done, upload
 
 ONE_PUT_BYTES_MAX = 1 << 30
 """What is known whole and no larger is one request: receipts and indexes of any job."""
 _ACCEPTING = "accept it with ?without_conditional_writes=accept in the store's URL, where only one writer ever runs"
 _LOG = logging.getLogger(__name__)
-
-
-def once(action: Callable[[], Any], **_: Any) -> Any:
-    """Calls the action: no second try."""
-    return action()
 
 
 class S3Store:
@@ -93,27 +85,11 @@ class S3Store:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See the port."""
-        check_range(key, start, stop)
-        key_parts(key)
-        if start == stop:
-            self.size(key)  # there is no empty range in HTTP; this finds out whether the object is there
-            return b""
-        with self._range(key, start, stop) as body:
-            return b"" if body is None else body.read()
+        return answers.read(self._range, self.size, key, start, stop)
 
     def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
         """See the port. From the socket into the buffers."""
-        check_range(key, start, None)
-        key_parts(key)
-        views = byte_views(buffers)
-        if not views:
-            self.size(key)
-            return 0
-        with self._range(key, start, start + bytes_wanted(views)) as body:
-            if body is None:
-                return 0
-            body.read_into(views)
-            return body.length
+        return answers.read_into(self._range, self.size, key, start, buffers)
 
     def size(self, key: str) -> int:
         """See the port. An answer to HEAD has no body that says why not: a refusal is asked for once more by GET."""

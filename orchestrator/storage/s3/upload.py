@@ -8,25 +8,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from orchestrator.errors import AlreadyExistsError, StoreError, StoreUnavailableError
 from orchestrator.storage.bucket_errors import UploadGoneError, nothing_done
+from orchestrator.storage.retrying import Again
 from orchestrator.storage.s3.bucket import Bucket
 from orchestrator.storage.s3.errors import SlowDownError, UnsupportedError
 from orchestrator.storage.s3.limit import AdaptiveLimit, RequestOutcome
 from orchestrator.storage.s3.parts import PARTS_MAX, Part, PartPlan
 
 _Answer = Future[dict[str, Any]]
-
-
-class Again(Protocol):
-    """Calls what may be tried again; see `storage/retrying`'s `Patience.call`."""
-
-    def __call__(self, action: Callable[[], Any], *, excused_seconds: Callable[[], float] = ...) -> Any: ...
 
 
 @dataclass(slots=True)
