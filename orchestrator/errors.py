@@ -3,6 +3,7 @@
     OrchestratorError
     ├── ConfigError            flags, TOML or environment are wrong; nothing was started       (exit 2)
     ├── FencedError            another, newer run owns the job                                  (exit 3)
+    ├── RollbackError          there is no checkpoint to go back to; nothing was changed        (exit 2)
     ├── RefusedError           restarting would not help: do not restart                        (exit 78)
     │   ├── StateError         the state cannot be saved or restored exactly; names the path
     │   └── GateError          what was restored is not what was saved; names the part
@@ -62,6 +63,12 @@ class FencedError(OrchestratorError):
     """Another run owns this job; this one must stop and must not be requeued."""
 
     exit_code = ExitCode.FENCED
+
+
+class RollbackError(OrchestratorError):
+    """A rollback names a step of which the job has no usable checkpoint; nothing was changed."""
+
+    exit_code = ExitCode.USAGE
 
 
 class RefusedError(OrchestratorError):

@@ -39,6 +39,7 @@ from orchestrator.errors import (
     FencedError,
     FormatError,
     OrchestratorError,
+    RollbackError,
     StoreDeniedError,
     StoreError,
     StoreFullError,
@@ -68,7 +69,13 @@ class StoreActions:
         node = self._settings.node
         try:
             opened = await asyncio.to_thread(
-                generations.open_generation, self._store, self._who, action.own, action.avoid, self._clock.wall()
+                generations.open_generation,
+                self._store,
+                self._who,
+                action.own,
+                action.avoid,
+                self._clock.wall(),
+                rollback_to=action.rollback_to,
             )
         except FencedError as error:
             return GenerationRefused(node=node, refusal=Refusal.FENCED, reason=str(error))
@@ -77,6 +84,8 @@ class StoreActions:
             return GenerationRefused(node=node, refusal=refusal, reason=str(error))
         except FormatError as error:
             return GenerationRefused(node=node, refusal=Refusal.FORMAT, reason=str(error))
+        except RollbackError as error:
+            return GenerationRefused(node=node, refusal=Refusal.ROLLBACK, reason=str(error))
         except (StoreDeniedError, StoreFullError) as error:
             return GenerationRefused(node=node, refusal=Refusal.DENIED, reason=str(error))
         except OrchestratorError as error:
@@ -90,6 +99,7 @@ class StoreActions:
             meeting_port=free_port(self._settings.address),
             rolled_forward=len(opened.rolled_forward),
             skipped=opened.skipped,
+            rollback_to=action.rollback_to,
         )
 
     async def commit(self, action: Commit) -> IndexDecided | IndexFailed:

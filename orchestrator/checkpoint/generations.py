@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import (
@@ -22,6 +22,7 @@ from orchestrator.checkpoint.catalog import (
     survey,
 )
 from orchestrator.checkpoint.records import SMALL_BYTES_MAX, read_record
+from orchestrator.checkpoint.rollback import rollback_target
 from orchestrator.checkpoint.save import commit_draft, draft_if_whole
 from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import (
@@ -58,6 +59,15 @@ class Claimant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a generation's record will say."""
+
+    who: Claimant
+    wall_seconds: float
+    rollback_to: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """An opened generation."""
 
@@ -68,13 +78,22 @@ class Opened:
 
 
 def open_generation(
-    store: ObjectStore, who: Claimant, own: int | None, avoid: Collection[CheckpointId], wall_seconds: float
+    store: ObjectStore,
+    who: Claimant,
+    own: int | None,
+    avoid: Collection[CheckpointId],
+    wall_seconds: float,
+    *,
+    rollback_to: int | None = None,
 ) -> Opened:
-    """Claim, roll forward, choose and write the base.
+    """Claim, roll forward, choose and write the base. `rollback_to`: no earlier generation counts beyond that step.
 
-    Raises FencedError, JobOverError, FormatError (nothing readable to start from), StoreError.
+    Raises FencedError, JobOverError, FormatError (nothing readable to start from), RollbackError, StoreError.
     """
-    number = _claim_as_starter(store, who, wall_seconds) if own is None else _claim_next(store, who, own, wall_seconds)
+    if rollback_to is not None:
+        rollback_target(survey(store), rollback_to)
+    claim = Claim(who=who, wall_seconds=wall_seconds, rollback_to=rollback_to)
+    number = _claim_after(store, claim, may_start(store, who)) if own is None else _claim_next(store, claim, own)
     rolled = roll_forward(store)
     catalog = survey(store)
     for entry in catalog.entries:
@@ -99,7 +118,7 @@ def open_generation(
     try:
         store.create(fmt.base_key(number), [fmt.dump(record)])
     except AlreadyExistsError:  # another attempt of this very process was faster: this one opens the next
-        return open_generation(store, who, number, avoid, wall_seconds)
+        return open_generation(store, who, number, avoid, wall_seconds, rollback_to=rollback_to)
     return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped)
 
 
@@ -124,10 +143,6 @@ def _deleted(catalog: Catalog) -> tuple[str, ...]:
         if entry.standing is Standing.RETIRED
         and 0 < entry.id.step <= rollback_bound(catalog.generations, entry.id.generation)
     )
-
-
-def _claim_as_starter(store: ObjectStore, who: Claimant, wall_seconds: float) -> int:
-    return _claim_after(store, who, may_start(store, who), wall_seconds)
 
 
 def may_start(store: ObjectStore, who: Claimant) -> int:
@@ -177,29 +192,29 @@ def claims_of(store: ObjectStore, job: str) -> dict[int, fmt.GenerationRecord]:
     return generations
 
 
-def _claim_next(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:
+def _claim_next(store: ObjectStore, claim: Claim, own: int) -> int:
     """own + 1.
 
     Raises StoreError if our own last claim is gone (this is not the store that we wrote to), FencedError.
     """
-    if own > 0 and not _is_ours(store, who, own):
+    if own > 0 and not _is_ours(store, claim.who, own):
         key = fmt.generation_key(own)
         if not _exists(store, key):
             raise StoreError(key, f"our own claim is gone: {store.url} was renamed, unmounted or emptied")
         raise FencedError(_taken_over(read_claim(store, own)))
-    return _claim_after(store, who, own, wall_seconds)
+    return _claim_after(store, claim, own)
 
 
-def _claim_after(store: ObjectStore, who: Claimant, own: int, wall_seconds: float) -> int:
+def _claim_after(store: ObjectStore, claim: Claim, own: int) -> int:
     """The first number after `own` that is free, or that this very process took in an attempt of which nothing came."""
     for number in range(own + 1, own + 1 + OWN_CLAIMS_MAX):
         try:
-            return _claim(store, who, number, wall_seconds)
+            return _claim(store, claim, number)
         except FencedError:
-            if not _is_ours(store, who, number):
+            if not _is_ours(store, claim.who, number):
                 raise
             unused = not _exists(store, fmt.base_key(number)) and not _exists(store, fmt.generation_key(number + 1))
-            if unused:
+            if unused and read_claim(store, number).rollback_to == claim.rollback_to:
                 return number  # without a base no worker was ever launched in it
     raise FencedError(f"{OWN_CLAIMS_MAX} generations after {own} were claimed by this process without being used")
 
@@ -247,14 +262,15 @@ def _exists(store: ObjectStore, key: str) -> bool:
     return True
 
 
-def _claim(store: ObjectStore, who: Claimant, number: int, wall_seconds: float) -> int:
+def _claim(store: ObjectStore, claim: Claim, number: int) -> int:
     record = fmt.GenerationRecord(
         version=fmt.FORMAT_VERSION,
-        job=who.job,
+        job=claim.who.job,
         generation=number,
-        owner=who.owner,
-        claimant=who.claimant,
-        wall_seconds=wall_seconds,
+        owner=claim.who.owner,
+        claimant=claim.who.claimant,
+        wall_seconds=claim.wall_seconds,
+        rollback_to=claim.rollback_to,
     )
     try:
         store.create(fmt.generation_key(number), [fmt.dump(record)])
@@ -278,6 +294,22 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
         if draft is not None and commit_draft(store, checkpoint, draft):
             done.append(checkpoint)
     return tuple(done)
+
+
+def roll_back(store: ObjectStore, who: Claimant, step: int, by: str, wall_seconds: float) -> CheckpointId:
+    """Where no supervisor runs: a generation that only bounds the earlier ones, and has ended. Whoever starts goes on.
+
+    Returns the checkpoint that the next start loads. A job that is done or cancelled can be started again after it.
+    Raises RollbackError, FencedError (the job belongs to another owner, and has not ended), FormatError, StoreError.
+    """
+    target = rollback_target(survey(store), step)
+    try:
+        highest = may_start(store, who)
+    except JobOverError:  # a person has thought better of it
+        highest = may_start(store, replace(who, take_over=True))
+    _claim_after(store, Claim(who=who, wall_seconds=wall_seconds, rollback_to=step), highest)
+    record_end(store, who, Outcome.DRAINED, f"rolled back to step {step} by {by}", wall_seconds)
+    return target
 
 
 def read_base(store: ObjectStore, generation: int) -> fmt.BaseRecord | None:

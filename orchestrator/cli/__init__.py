@@ -25,6 +25,7 @@ VERBS: Mapping[str, str] = {
     "status": "Show what a running job is doing.",
     "drain": "Save, then end; the same command resumes.",
     "resize": "Go on with another number of nodes.",
+    "rollback": "Go on from an older checkpoint.",
     "cancel": "End a job for good.",
     "checkpoints": "List, show and verify checkpoints.",
     "check": "Check this machine, the store and the staging folder.",

@@ -1,7 +1,7 @@
 """The verbs' connection to a running supervisor: a few small requests over loopback HTTP, with its token.
 
 The standard library's `http.client` and not a client that looks at proxy variables: the token never leaves this
-machine. It is in no message and in no error. Used by `status`, `drain`, `resize`, `cancel` and `drill`.
+machine. It is in no message and in no error. Used by `status`, `drain`, `resize`, `rollback`, `cancel` and `drill`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class SupervisorClient:
         """What the job is doing. Raises SupervisorError."""
         return self._ask("GET", "/status", None)
 
-    def request(self, what: str, nodes: int | None = None) -> None:
-        """Ask for drain, cancel or resize; returns when it is accepted. Raises SupervisorError."""
-        body: dict[str, Any] = {"request": what, "by": _user()}
+    def request(self, what: str, nodes: int | None = None, step: int | None = None) -> None:
+        """Ask for drain, cancel, resize or rollback; returns when it is accepted. Raises SupervisorError."""
+        body: dict[str, Any] = {"request": what, "by": this_user()}
         if nodes is not None:
             body["nodes"] = nodes
+        if step is not None:
+            body["step"] = step
         self._ask("POST", "/requests", body)
 
     def notice(self, node: str, seconds: float) -> None:
@@ -107,7 +109,8 @@ def ask_to_end(job: str, request: str, what_happens: str, *, wait_seconds: float
         say(f"the job {job!r} has ended")
 
 
-def _user() -> str:
+def this_user() -> str:
+    """Who asks, for the events."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

@@ -124,7 +124,6 @@ def run(
 def configuration(file: Path | None, given: Mapping[str, Any], talk: Talk) -> JobConfig:
     """Flags over file, paths made absolute. Raises ConfigError with every problem."""
     from orchestrator.config import load_config
-    from orchestrator.storage.opening import open_store
 
     if file is None and DEFAULT_FILE.exists():
         file = DEFAULT_FILE
@@ -133,10 +132,16 @@ def configuration(file: Path | None, given: Mapping[str, Any], talk: Talk) -> Jo
         settings = load_config(file, given)
     except ConfigError as error:
         raise ConfigError(*(_named_as_flag(problem, file, given) for problem in error.problems)) from error
-    url = open_store(settings.store).url
-    if url.startswith("/"):
-        url = str(Path(url).resolve())  # one name for one folder: the lock on this machine goes by it
+    url = plain_store_url(settings.store)
     return settings.model_copy(update={"store": url, "staging": str(Path(settings.staging).expanduser().absolute())})
+
+
+def plain_store_url(store: str) -> str:
+    """One name for one folder: the lock on this machine goes by it. Raises ConfigError."""
+    from orchestrator.storage.opening import open_store
+
+    url = open_store(store).url
+    return str(Path(url).resolve()) if url.startswith("/") else url
 
 
 def _named_as_flag(problem: str, file: Path | None, given: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from orchestrator.core import (
     preflight,
     proposing,
     returning,
+    rollback,
     shards,
     straggling,
 )
@@ -91,7 +92,7 @@ def consider(turn: Turn) -> None:
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
     members = (opener, *(name for name in members if name != opener))  # rank 0 is where its workers meet
     turn.set(members=members, opener=opener)
-    turn.do(OpenGeneration(node=opener, own=job.own, avoid=job.avoid))
+    turn.do(OpenGeneration(node=opener, own=job.own, avoid=job.avoid, rollback_to=job.rollback_to))
     turn.go(Trigger.ENOUGH_NODES)
 
 
@@ -148,11 +149,13 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     )
     for problem in event.skipped:
         turn.note("checkpoint skipped", problem, generation=event.generation)
+    as_wanted = rollback.on_opened(turn, event)
     if job.ending is not None:
         turn.go(Trigger.CONCLUDED)
         finishing.record(turn)
         return
-    if any(name not in job.nodes or name in job.going for name in job.members) or len(job.members) > job.wanted_nodes:
+    lacking = any(name not in job.nodes or name in job.going for name in job.members)
+    if lacking or len(job.members) > job.wanted_nodes or not as_wanted:
         turn.go(Trigger.OPEN_FAILED)
         consider(turn)
         return
@@ -236,6 +239,9 @@ def on_generation_refused(turn: Turn, event: GenerationRefused) -> None:
     """
     job = turn.job
     if job.phase is not Phase.OPENING or event.node != job.opener:
+        return
+    if event.refusal is Refusal.ROLLBACK:
+        rollback.on_refused(turn, event)
         return
     started = job.own is not None or job.ever_attached
     hopeful = event.refusal is Refusal.STORE and job.open_failures < FIRST_OPEN_RETRIES_MAX

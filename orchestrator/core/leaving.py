@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import breaking, courses, growing, proposing
+from orchestrator.core import breaking, courses, growing, proposing, rollback
 from orchestrator.core.messages import NoticeKind, NoticeReceived, Outcome, Request, Requested, WatcherReported
 from orchestrator.core.states import Ending, Leave, Node, Phase, StandingNotice
 from orchestrator.core.turn import Turn
@@ -141,13 +141,15 @@ def _node_stays(turn: Turn) -> None:
 
 
 def on_requested(turn: Turn, event: Requested) -> None:
-    """A person asked to drain, resize or cancel."""
+    """A person asked to drain, resize, roll back or cancel."""
     job = turn.job
     if job.phase in (Phase.ENDING, Phase.ENDED):
         return
     turn.note(
         "requested",
-        f"{event.request} by {event.by}" + (f", {counted(event.nodes, 'node')}" if event.nodes else ""),
+        f"{event.request} by {event.by}"
+        + (f", {counted(event.nodes, 'node')}" if event.nodes else "")
+        + (f", to step {event.step}" if event.step is not None else ""),
     )
     match event.request:
         case Request.DRAIN:
@@ -166,6 +168,8 @@ def on_requested(turn: Turn, event: Requested) -> None:
             turn.set(wanted_nodes=event.nodes)
             if job.gang is not None and (len(job.gang.nodes) > event.nodes or growing.could_grow(turn)):
                 leave(turn, f"resize to {counted(event.nodes, 'node')}")
+        case Request.ROLLBACK:
+            rollback.ask(turn, event)
     proposing.drive(turn)
 
 

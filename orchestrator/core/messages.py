@@ -70,6 +70,8 @@ class Refusal(StrEnum):
     DENIED = "denied"
     """It may not be used, or is full: a person has to change something."""
     FORMAT = "format"
+    ROLLBACK = "rollback"
+    """There is no checkpoint to go back to."""
 
 
 # ------------------------------------------------------------------------------------------------ events
@@ -180,6 +182,8 @@ class GenerationOpened:
     meeting_port: int
     rolled_forward: int
     skipped: tuple[str, ...] = ()
+    rollback_to: int | None = None
+    """As it was asked for: no earlier generation counts beyond this step any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,15 +462,17 @@ class Request(StrEnum):
     DRAIN = "drain"
     RESIZE = "resize"
     CANCEL = "cancel"
+    ROLLBACK = "rollback"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """A person asked for something; `nodes` belongs to resize."""
+    """A person asked for something; `nodes` belongs to resize, `step` to rollback."""
 
     request: Request
     by: str
     nodes: int | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -528,11 +534,15 @@ class ReleaseNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGeneration:
-    """Claim `own` + 1 (a starting process, own None: the highest + 1), roll forward, write the base."""
+    """Claim `own` + 1 (a starting process, own None: the highest + 1), roll forward, write the base.
+
+    `rollback_to`: no earlier generation shall count beyond this step.
+    """
 
     node: str
     own: int | None
     avoid: tuple[CheckpointId, ...] = ()
+    rollback_to: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

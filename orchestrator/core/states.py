@@ -252,6 +252,8 @@ class Job(Changeable):
     base: CheckpointId | None = None
     avoid: tuple[CheckpointId, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    rollback_to: int | None = None
+    """The next generation shall go on from this step, as a person asked."""
     ranks: Ranks = NO_RANKS
     lost_in_gang: tuple[str, ...] = ()
     gone_ranks: RankSet = NOBODY

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -99,16 +99,15 @@ class SupervisorServer:
 
     async def _request(self, request: web.Request) -> web.Response:
         try:
-            body = await request.json()
-            what = Request(body["request"])
-            nodes = body.get("nodes")
-            if (what is Request.RESIZE) != (isinstance(nodes, int) and 1 <= nodes <= 4096):
-                raise ValueError("resize takes a number of nodes from 1 to 4096, other requests take none")
-            by = str(body.get("by", "a request"))[:200]
-        except (ValueError, KeyError, TypeError) as error:
+            asked = parse_request(await request.json())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             return web.json_response({"error": f"not a request: {error}"}, status=400)
-        self._supervisor.submit(Requested(request=what, by=by, nodes=nodes))
-        return web.json_response({"accepted": str(what)})
+        job = self._supervisor.job
+        if asked.request is Request.ROLLBACK and (job.spec.attached or job.ending is not None):
+            why = "a script that supervises itself" if job.spec.attached else "a job that is ending"
+            return web.json_response({"error": f"{why} is rolled back once it has ended"}, status=409)
+        self._supervisor.submit(asked)
+        return web.json_response({"accepted": str(asked.request)})
 
     async def _notice(self, request: web.Request) -> web.Response:
         """A rehearsed notice; at its deadline the node is really taken away."""
@@ -125,3 +124,13 @@ class SupervisorServer:
         except ConfigError as error:
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response({"accepted": node})
+
+
+def parse_request(body: dict[str, Any]) -> Requested:
+    """What a verb asks for. Raises ValueError, KeyError, TypeError, AttributeError."""
+    what, nodes, step = Request(body["request"]), body.get("nodes"), body.get("step")
+    if (what is Request.RESIZE) != (isinstance(nodes, int) and 1 <= nodes <= 4096):
+        raise ValueError("resize takes a number of nodes from 1 to 4096, other requests take none")
+    if (what is Request.ROLLBACK) != (isinstance(step, int) and 0 <= step < 1 << 63):
+        raise ValueError("rollback takes a step, other requests take none")
+    return Requested(request=what, by=str(body.get("by", "a request"))[:200], nodes=nodes, step=step)

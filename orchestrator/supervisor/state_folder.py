@@ -1,7 +1,7 @@
 """The job's folder on this host: `~/.local/state/orchestrator/<job>-<hash of its URL>/` (mode 0700).
 
-A lock proves that one supervisor at most runs here; `owner` may start the job again; `supervisor.json` (0600) tells
-verbs the address and token of the running supervisor.
+A lock proves that one supervisor at most runs here; `owner` may start the job again; `job.json` says where its
+checkpoints are; `supervisor.json` (0600) tells verbs the address and token of the running supervisor.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class StateFolder:
     def __init__(self, job: str, job_url: str) -> None:
         digest = hashlib.sha256(place_of(job_url).encode()).hexdigest()[:8]
         self.job = job
+        self.job_url = job_url
         self.path = state_root() / f"{job}-{digest}"
         self._lock: IO[bytes] | None = None
 
@@ -76,6 +77,12 @@ class StateFolder:
                 f"`orchestrator status {self.job}` shows it, `orchestrator drain {self.job}` ends it"
             ) from error
         self._lock = lock
+        _write_private(self.path / "job.json", json.dumps({"job": self.job, "url": self.job_url}))
+
+    def supervisor(self) -> SupervisorAddress | None:
+        """The supervisor that runs this very job on this host, if one does."""
+        address = _read_address(self.address_path)
+        return address if address is not None and is_running(address) else None
 
     def release(self) -> None:
         """Give the lock back."""
@@ -146,6 +153,31 @@ def find_supervisor(job: str) -> SupervisorAddress:
     return found[0]
 
 
+def known_job(job: str) -> StateFolder:
+    """The folder of a job that runs or has run on this host. Raises ConfigError with what to do."""
+    urls = sorted({url for name, url in _jobs() if name == job})
+    if len(urls) == 1:
+        return StateFolder(job, urls[0])
+    if urls:
+        raise ConfigError(f"there are {len(urls)} jobs {job!r} on this machine: --store says which; {', '.join(urls)}")
+    names = ", ".join(sorted({name for name, _ in _jobs()}))
+    raise ConfigError(
+        f"no job {job!r} has run on this machine" + (f", but {names}" if names else "") + "; --store says where it is"
+    )
+
+
+def _jobs() -> list[tuple[str, str]]:
+    """Name and URL of every job that has run here; what is not whole is passed over."""
+    found = []
+    for path in sorted(state_root().glob("*/job.json")):
+        try:
+            body = json.loads(path.read_text())
+            found.append((str(body["job"]), str(body["url"])))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
 def is_running(address: SupervisorAddress) -> bool:
     """Whether the process that published this address still runs (and not another one with its pid)."""
     ticks = start_ticks(address.pid)
@@ -154,13 +186,15 @@ def is_running(address: SupervisorAddress) -> bool:
 
 def _published() -> list[SupervisorAddress]:
     """What every supervisor.json says; those that are not whole are passed over."""
-    found = []
-    for path in sorted(state_root().glob("*/supervisor.json")):
-        try:
-            found.append(SupervisorAddress(**json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError):
-            continue
-    return found
+    found = map(_read_address, sorted(state_root().glob("*/supervisor.json")))
+    return [address for address in found if address is not None]
+
+
+def _read_address(path: Path) -> SupervisorAddress | None:
+    try:
+        return SupervisorAddress(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _write_private(path: Path, text: str) -> None:

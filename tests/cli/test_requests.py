@@ -1,4 +1,4 @@
-"""`status`, `drain`, `resize`, `cancel` and `drill notice` against a real supervisor that waits for its nodes."""
+"""The verbs that ask a running job for something, against a real supervisor that waits for its nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
+from orchestrator.checkpoint.catalog import read_generations
+from orchestrator.checkpoint.generations import Claimant, open_generation
 from orchestrator.cli import client as client_module
 from orchestrator.cli.client import SupervisorClient
 from orchestrator.cli.status import describe as status_table
@@ -23,9 +26,11 @@ from orchestrator.core.messages import Finish, NodeJoined
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import SupervisorError
 from orchestrator.schedulers.base import NodeInfo, OnLost
+from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.supervisor.state_folder import StateFolder, SupervisorAddress, find_supervisor
 from orchestrator.telemetry import EventLog, EventRecord
+from tests.checkpoint.shards import checkpoint_id, save
 from tests.cli.conftest import Command
 
 TOKEN = "this-is-the-token"
@@ -72,7 +77,8 @@ class NoNodes:
 class RunningSupervisor:
     """A supervisor in a thread: it waits for two nodes, of which one has joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, job_url: str = "/somewhere/small") -> None:
+        self._job_url = job_url
         self.records: list[EventRecord] = []
         self.scheduler = NoNodes()
         self.finish: Finish | None = None
@@ -85,7 +91,7 @@ class RunningSupervisor:
         spec = JobSpec(name="small", nodes_min=2, nodes_max=2, workers_per_node=2, save_every_steps=10)
         self.supervisor = Supervisor(spec, self.scheduler, SystemClock(), EventLog(self.records.append), TOKEN)
         self.loop = asyncio.get_running_loop()
-        state = StateFolder("small", "/somewhere/small")
+        state = StateFolder("small", self._job_url)
         state.acquire()
 
         def publish(url: str) -> None:
@@ -386,3 +392,32 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert expected in text
     assert "\x1b" not in text
+
+
+# ------------------------------------------------------------------------------------------------- rolling back
+
+
+def test_rollback_asks_the_running_job(command: Command, tmp_path: Path) -> None:
+    """The verb looks into the store first: a step that is not there is refused, and the job trains on."""
+    folder = tmp_path / "store" / "small"
+    folder.mkdir(parents=True)
+    store = open_store(str(folder))
+    open_generation(store, Claimant(job="small", owner="o", claimant="c", take_over=False), None, (), 1.0)
+    for step in (10, 20):
+        save(store, tmp_path, {"w": torch.ones(8)}, checkpoint=checkpoint_id(1, step))
+    with RunningSupervisor(str(folder)) as running:
+        refused = command("rollback", "small", "--to", "15")
+        result = command("rollback", "small", "--to", "10")
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "error: step 15 cannot be gone back to; these steps can: 20, 10\n",
+    )
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == (
+        "accepted: the job 'small' ends its generation and goes on from checkpoint g00000001-s0000000010\n"
+        "1 newer checkpoint will not be used again\n"
+    )
+    (asked, _) = running.reasons("requested")
+    assert asked.startswith("rollback by ")
+    assert asked.endswith(", to step 10")
+    assert set(read_generations(store)) == {1}  # the verb itself claims nothing

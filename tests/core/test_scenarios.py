@@ -86,6 +86,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+RARE = ("holders", "rollback_to")
+"""Fields that are shown only where they say something."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A part of a message as it is written; what is left out is known once the message around it is."""
@@ -154,7 +158,7 @@ def call(action: Action) -> str:
     shown = (
         f"{name}=" + ("{node}" if name == "node" else value(getattr(action, name)))
         for name in names(action)
-        if name != "holders" or getattr(action, name)
+        if name not in RARE or getattr(action, name)
     )
     return f"{type(action).__name__}({', '.join(shown)})"
 

@@ -244,6 +244,27 @@ async def test_resize(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPa
     check_store(result.store)
 
 
+async def test_rollback_of_a_running_job(
+    tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generation ends without a save, the next one loads the older checkpoint; the end is the same to the bit."""
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.newest_committed == CheckpointId(generation=1, step=20))
+        supervisor.submit(Requested(request=Request.ROLLBACK, by="a test", step=10))
+
+    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario)
+    assert result.finish.exit_code == 0, result.output()
+    assert [record.step for record in result.kinds("generation opened")] == [0, 10]
+    assert [record.step for record in result.kinds("rolled back")] == [10]
+    assert not result.kinds("failure judged")
+    standings = {entry.id: entry.standing for entry in survey(result.store).entries}
+    assert standings[CheckpointId(generation=1, step=20)] is Standing.ROLLED_BACK
+    assert final_digests(result.store) == reference
+    check_store(result.store)
+
+
 def _runs_with(supervisor: Supervisor, world_size: int) -> bool:
     job = supervisor.job
     return job.phase is Phase.RUNNING and job.gang is not None and job.gang.world_size == world_size

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.checkpoint import format as fmt
-from orchestrator.checkpoint import save
+from orchestrator.checkpoint import generations, save
 from orchestrator.checkpoint.catalog import Standing, survey
+from orchestrator.checkpoint.generations import Claimant
 from orchestrator.core.messages import CheckpointId, NoticeKind, Request, Requested
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import OrchestratorError
@@ -252,7 +253,7 @@ class Disaster:
         self.loop.start_thread(process, lambda: quietly(lambda: sweep(store)))
 
     def _rollback(self) -> None:
-        """A person stops the job, goes back to an older step and starts it again; as soon as there is an older one."""
+        """A person goes back to an older step, as soon as there is one: of the running job, or of a stopped one."""
         run = self.cluster.runs[0]
         usable = sorted(filter(self.promises.usable, self.promises.committed - self.promises.retired))
         if run.finish is not None or len(self.cluster.runs) > 1 or self.loop.now > ROLLBACK_UNTIL_SECONDS:
@@ -260,12 +261,16 @@ class Disaster:
         if len(usable) < 2 or run.process is None or not run.process.alive:
             self.loop.call_later(0.3, self._rollback)
             return
+        step = self.random.choice(usable[:-1]).step
+        if self.random.random() < 0.5 and run.supervisor is not None:
+            self.seen["rollback asked"] += 1
+            run.supervisor.submit(Requested(request=Request.ROLLBACK, by="a person", step=step))
+            return
         self.seen["rollback"] += 1
         run.kill(10.0, with_nodes=True)  # the person waits for the rollback, then gives the command again
         process = SimulatedProcess("rollback")
         store = SimulatedStore(self.cluster.truth, self.cluster.weather, process, self.cluster.on_write)
-        target = self.random.choice(usable[:-1])
-        self.loop.call_later(0.5, self.loop.start_thread, process, lambda: quietly(roll_back, store, target))
+        self.loop.call_later(0.5, self.loop.start_thread, process, lambda: quietly(roll_back, store, step))
 
 
 def sweep(store: SimulatedStore) -> None:
@@ -296,20 +301,10 @@ def remove(store: SimulatedStore, checkpoint: CheckpointId) -> None:
             store.delete(entry.key)
 
 
-def roll_back(store: SimulatedStore, target: CheckpointId) -> None:
-    """Claim the next generation with a rollback record."""
-    numbers = [fmt.parse_generation_key(entry.key) for entry in store.entries("generations/")]
-    number = max(one for one in numbers if one is not None) + 1
-    record = fmt.GenerationRecord(
-        version=fmt.FORMAT_VERSION,
-        job="simulated",
-        generation=number,
-        owner="owner",
-        claimant="rollback",
-        wall_seconds=0.0,
-        rollback_to=target.step,
-    )
-    store.create(fmt.generation_key(number), [fmt.dump(record)])
+def roll_back(store: SimulatedStore, step: int) -> None:
+    """As the verb does where no supervisor runs."""
+    who = Claimant(job="simulated", owner="owner", claimant="rollback", take_over=False)
+    generations.roll_back(store, who, step, "a person", 0.0)
 
 
 def draw_spec(draw: random.Random) -> JobSpec:

@@ -30,11 +30,13 @@ OCCURRENCES = (
     "event: course chosen",
     "event: node lost",
     "event: remapped",
+    "event: rolled back",
     "event: save failed",
     "event: store failed",
     "event: store swept",
     "event: taken back",
     "rollback",
+    "rollback asked",
     "sweep",
     "twin",
 )
