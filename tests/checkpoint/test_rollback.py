@@ -119,7 +119,7 @@ def test_an_unused_claim_without_the_step_is_not_taken_for_the_rollback(store: O
     class Breaks(MemoryStore):
         """Creates claims in the store, and dies at the base."""
 
-        def create(self, key: str, pieces: object) -> None:  # type: ignore[override]
+        def create(self, key: str, pieces: object) -> None:
             if key.endswith(".base.json"):
                 raise NoBase
             store.create(key, pieces)  # type: ignore[arg-type]
