@@ -58,7 +58,9 @@ class Scope(StrEnum):
     SHARED = "shared"
     """Alike on every rank: split among them by bytes."""
     FIRST = "first"
-    """Every rank's may differ, the first present rank's counts (buffers that DDP broadcasts)."""
+    """Alike on every rank, or not needed to be: the first present rank's counts (buffers that DDP broadcasts)."""
+    STATISTICS = "statistics"
+    """Every rank has its own, and rank 0's counts: an exact save cannot be made without rank 0."""
     RANK = "rank"
     """This rank's alone."""
 
@@ -153,7 +155,8 @@ class ShardPlan:
         alone = [
             chunk.last_byte - chunk.first_byte
             for chunk in self.chunks
-            if chunk.spec.scope is Scope.RANK or (chunk.spec.share is not None and chunk.spec.share.holders == (rank,))
+            if chunk.spec.scope in (Scope.RANK, Scope.STATISTICS)
+            or (chunk.spec.share is not None and chunk.spec.share.holders == (rank,))
         ]
         return self.header_bytes + sum(alone)
 
@@ -320,7 +323,7 @@ def plan_shard(
     owned = _owned(ordered, rank=rank, world_size=world_size, absent=absent)
     first = present_ranks(world_size, absent)[0]
     for spec in ordered:
-        if spec.scope is Scope.RANK or (spec.scope is Scope.FIRST and rank == first):
+        if spec.scope is Scope.RANK or (spec.scope in (Scope.FIRST, Scope.STATISTICS) and rank == first):
             owned[spec.name] = (0, spec.elements)
     chunks: list[PlannedChunk] = []
     offset = 0
@@ -355,7 +358,9 @@ def _owned(
     return owned
 
 
-def holder_sets(specs: Collection[TensorSpec], world_size: int) -> tuple[tuple[int, ...], ...]:
+def holder_sets(specs: Collection[TensorSpec], rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     """For each part of the state that this rank has and not all have: the ranks that hold it."""
     found = {spec.share.holders for spec in specs if spec.share is not None and spec.share.box.elements}
+    if rank == 0 and any(spec.scope is Scope.STATISTICS for spec in specs):
+        found.add((0,))
     return tuple(sorted(holders for holders in found if len(holders) < world_size))

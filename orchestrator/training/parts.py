@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase  # batch and instance norm, whose statistics may be running
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.checkpoint import format as fmt
@@ -109,8 +110,9 @@ def name_parameters(models: Sequence[ModelPart]) -> dict[torch.Tensor, str]:
 class ModelPart:
     """A module: plain, in DDP, in `fully_shard`, parallelised into DTensors.
 
-    Plain parameters are alike on every rank; plain buffers are the first rank's, as DDP broadcasts. What stands under
-    several names (tied weights) is stored once, under the first.
+    Plain parameters are alike on every rank; plain buffers are the first rank's, as DDP broadcasts. Running statistics
+    differ from rank to rank between two broadcasts, so that only rank 0 has the right ones. What stands under several
+    names (tied weights) is stored once, under the first.
     """
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
@@ -131,17 +133,24 @@ class ModelPart:
     def capture(self, captured: Captured) -> Any:
         """All of `state_dict()`."""
         self.settle()
-        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        scopes = dict.fromkeys((name for name, _ in self.module.named_buffers(remove_duplicate=False)), Scope.FIRST)
+        scopes |= dict.fromkeys(self._statistics(), Scope.STATISTICS)
         tree: dict[str, Any] = {}
         names: dict[Any, str] = {}
         for key, value in self.module.state_dict().items():
             name = f"{self.name}.{key}"
             first = names.setdefault(_memory(value) or name, name)
             if first == name:
-                tree[key] = captured.add(value, name, Scope.FIRST if key in buffers else Scope.SHARED)
+                tree[key] = captured.add(value, name, scopes.get(key, Scope.SHARED))
             else:
                 tree[key] = tensor_tree(first)
         return tree
+
+    def _statistics(self) -> Iterator[str]:
+        """Keys of running statistics that each rank keeps of its own batches."""
+        for path, part in self.module.named_modules(remove_duplicate=False):
+            if isinstance(part, _NormBase) and not isinstance(part, torch.nn.SyncBatchNorm):
+                yield from (f"{path}.{name}" if path else name for name, _ in part.named_buffers(recurse=False))
 
     def targets(self, tree: Any, index: fmt.Index) -> dict[str, torch.Tensor]:
         """The live tensors themselves: they are read into in place. New ones for what is not the model's own memory."""

@@ -66,7 +66,7 @@ class StateStager:
         Raises StateError naming what cannot be saved, RefusedError if memory is short.
         """
         captured, metadata = self._capture(step)
-        self.twins = holder_sets(captured.specs(), self._launch.world_size)
+        self.twins = holder_sets(captured.specs(), self._launch.rank, self._launch.world_size)
         plans = [self._plan_for(captured, metadata, absent) for absent in self._possible_absences()]
         size = max(plan.size_bytes for plan in plans)
         self.unique_bytes = max(plan.unique_bytes(self._launch.rank) for plan in plans)

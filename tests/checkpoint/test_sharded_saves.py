@@ -174,8 +174,8 @@ def test_holders_of_the_same_part_split_it() -> None:
     """HSDP: two replicas of two shards; each rank writes a quarter, though each holds a half."""
     how = specs_of(sharding((2, 2), None, 0), 4)
     assert [data_bytes(one) for one in plans(how)] == [20 * 400 * 4 // 4] * 4
-    assert holder_sets(how[1], 4) == ((1, 3),)
-    assert holder_sets(how[2], 4) == ((0, 2),)
+    assert holder_sets(how[1], 1, 4) == ((1, 3),)
+    assert holder_sets(how[2], 2, 4) == ((0, 2),)
 
 
 def test_a_victim_owns_nothing_that_another_holds() -> None:
@@ -199,8 +199,8 @@ def test_what_nobody_else_holds_is_counted() -> None:
     (alone, *_), (alike, *_) = plans(fsdp), plans(ddp)
     assert alone.unique_bytes(0) == alone.size_bytes
     assert alike.unique_bytes(0) == alike.header_bytes
-    assert holder_sets(fsdp[0], 4) == ((0,),)
-    assert holder_sets(ddp[0], 4) == ()
+    assert holder_sets(fsdp[0], 0, 4) == ((0,),)
+    assert holder_sets(ddp[0], 0, 4) == ()
 
 
 def test_a_rank_with_an_empty_part_has_none(tmp_path: Path) -> None:

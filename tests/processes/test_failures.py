@@ -19,6 +19,7 @@ import pytest
 import orchestrator
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.catalog import Standing, survey
+from orchestrator.checkpoint.reader import read_committed
 from orchestrator.checkpoint.retention import Keep
 from orchestrator.checkpoint.sweeping import Sweeper
 from orchestrator.core.job import Phase
@@ -242,6 +243,25 @@ async def test_resize(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPa
     left = [record.step for record in result.kinds("committed") if record.facts["mode"] == "leave"]
     assert [record.step for record in opened[1:]] == left[:2]
     check_store(result.store)
+
+
+async def test_running_statistics_are_saved_by_rank_0_though_its_node_goes(
+    tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP broadcasts rank 0's before each forward pass: a save without it would go on with another rank's."""
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 4)
+        assert supervisor.job.gang is not None
+        supervisor.rehearse_notice(supervisor.job.gang.nodes[0], 30)
+
+    result = await run_job(tmp_path, nodes="2", staging=staging, scenario=scenario, save_every=0)
+    assert result.finish.exit_code == 0, result.output()
+    left = next(record for record in result.kinds("committed") if record.facts["mode"] == "leave")
+    index = read_committed(result.store, CheckpointId(generation=1, step=left.step or 0))
+    assert [shard.rank for shard in index.shards] == [0, 1]
+    assert final_digests(result.store) == reference
 
 
 async def test_rollback_of_a_running_job(

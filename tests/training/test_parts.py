@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR, AveragedModel
 
+from orchestrator.checkpoint.layout import Scope, holder_sets, plan_shard
 from orchestrator.checkpoint.opened import open_in
 from orchestrator.checkpoint.reader import read_committed
 from orchestrator.errors import ConfigError, FormatError, RefusedError, StateError
@@ -558,8 +559,8 @@ def test_tied_weights_can_be_read_under_each_of_their_names(tmp_path: Path) -> N
         opened.tensor("model.lm_head.weight", slice(1, 30))
 
 
-def test_the_buffers_of_a_tied_module_are_all_the_first_ranks() -> None:
-    """A module used twice has its buffers under two names: stored once, and what DDP broadcasts."""
+def test_the_buffers_of_a_tied_module_are_all_of_one_kind() -> None:
+    """A module used twice has its buffers under two names: stored once."""
     from orchestrator.checkpoint.layout import Scope
 
     norm = nn.BatchNorm1d(2)
@@ -567,7 +568,30 @@ def test_the_buffers_of_a_tied_module_are_all_the_first_ranks() -> None:
     ModelPart("model", nn.ModuleDict({"a": norm, "b": norm})).capture(captured)
     scopes = {name: scope for name, scope in captured.scopes.items() if "running" in name}
     assert len(scopes) == 2
-    assert set(scopes.values()) == {Scope.FIRST}
+    assert set(scopes.values()) == {Scope.STATISTICS}
+
+
+@pytest.mark.parametrize(
+    ("module", "scopes"),
+    [
+        (nn.BatchNorm2d(2), {Scope.SHARED, Scope.STATISTICS}),
+        (nn.InstanceNorm1d(2, track_running_stats=True), {Scope.STATISTICS}),
+        (nn.SyncBatchNorm(2), {Scope.SHARED, Scope.FIRST}),  # alike on all ranks
+        (nn.BatchNorm1d(2, track_running_stats=False), {Scope.SHARED}),
+        (nn.LayerNorm(2), {Scope.SHARED}),
+    ],
+)
+def test_running_statistics_are_rank_0s(module: nn.Module, scopes: set[Scope]) -> None:
+    """Between two of DDP's broadcasts every rank has its own: a save without rank 0 would store another rank's."""
+    captured = Captured()
+    ModelPart("model", nn.ModuleDict({"inner": module})).capture(captured)
+    assert set(captured.scopes.values()) == scopes
+    specs = captured.specs()
+    alone = Scope.STATISTICS in scopes
+    assert holder_sets(specs, 0, 4) == (((0,),) if alone else ())
+    assert holder_sets(specs, 1, 4) == ()
+    shard = plan_shard(specs, rank=0, world_size=4, absent=(), metadata_bytes=100)
+    assert (shard.unique_bytes(0) > shard.header_bytes) is alone
 
 
 def test_batch_norm_statistics_come_back(store: MemoryStore, tmp_path: Path) -> None:
