@@ -1,4 +1,4 @@
-"""Twenty kills at random times of a real job. `make soak` does two hundred."""
+"""Ten kills at random times of a real job. `make soak` does two hundred."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.processes.kill_times import Soak, closing_words, soak
 from tests.processes.observation import Moment
 from tests.processes.reference import Entry, Reference
 
-KILLS = 20
+KILLS = 10
 
 
 def test_a_kill_is_drawn_from_seed_and_number_alone() -> None:

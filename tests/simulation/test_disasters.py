@@ -19,8 +19,8 @@ from tests.simulation.planted import PLANTED, Plant
 
 pytestmark = pytest.mark.processes  # it takes all cores for minutes
 
-SEEDS = 200
-RANDOM_SEEDS = 50
+SEEDS = 150
+RANDOM_SEEDS = 30
 PLANTED_SEEDS_MAX = 200
 SEEN_MIN = 3
 OCCURRENCES = (
