@@ -19,6 +19,7 @@ from orchestrator.agent.link import (
 )
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.wire import FRAME_BYTES_MAX, Channel
+from orchestrator.certificates import client_context
 from orchestrator.clock import Clock
 from orchestrator.errors import FencedError
 from orchestrator.schedulers.leftovers import start_ticks
@@ -114,6 +115,7 @@ class WebSocketConnector:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
+        self._trusted = client_context(settings.identity.certificate if settings.identity else None)
 
     async def __call__(self) -> FrameSocket:
         """See `agent.link.Connect`."""
@@ -125,7 +127,7 @@ class WebSocketConnector:
         try:
             async with asyncio.timeout(GREETING_SECONDS):  # a process that stands still takes connections all the same
                 socket = await session.ws_connect(
-                    f"{url}/agent", heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX
+                    f"{url}/agent", heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX, ssl=self._trusted or True
                 )
             return WebSocketLink(socket, session)
         except aiohttp.ClientError as error:

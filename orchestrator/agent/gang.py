@@ -124,6 +124,7 @@ class LocalGang:
             slot_paths=worker.slot_paths,
             objects_url=objects_url,
             token=objects_token,
+            certificate=self.settings.identity.certificate if self.settings.identity else None,
             attached=self.settings.attach_folder is not None,
             agent_pid=os.getpid(),
             store_folder=store_folder,

@@ -1,6 +1,6 @@
 """Serves an agent's objects to its workers and peers over HTTP: the other end of `storage.peers`.
 
-That one describes the protocol. Not here: TLS, and which objects there are (`agent.staged`). The server is made by
+That one describes the protocol. Not here: which objects there are (`agent.staged`). The server is made by
 `agent.ports`; `supervisor.server` checks tokens in the same way.
 """
 
@@ -16,6 +16,7 @@ from http import HTTPStatus
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from orchestrator.certificates import Identity, server_context, url_of
 from orchestrator.errors import ConfigError, NotFoundError, StoreDeniedError, StoreError, StoreFullError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.peers import RANGE_BYTES_MAX
@@ -49,9 +50,10 @@ def object_routes(store: ObjectStore) -> list[web.RouteDef]:
 
 
 class HttpObjectServer:
-    """Serves one store on a port of its own, for readers that have the token."""
+    """Serves one store on a port of its own, for readers that have the token; over TLS if it is given an identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None = None) -> None:
+        self._identity = identity
         self._runner: web.AppRunner | None = None
 
     async def start(
@@ -62,9 +64,8 @@ class HttpObjectServer:
         app.add_routes([*object_routes(store), *routes])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, address, 0).start()
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{host}:{port}"
+        await web.TCPSite(self._runner, address, 0, ssl_context=server_context(self._identity)).start()
+        return url_of(address, self._runner.addresses[0][1], self._identity)
 
     async def stop(self) -> None:
         """Close the port."""

@@ -20,6 +20,7 @@ from orchestrator.agent.link import Connect
 from orchestrator.agent.objects import HttpObjectServer
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import ProcessRuntime, Worker
+from orchestrator.certificates import client_context
 from orchestrator.clock import Clock, SystemClock
 from orchestrator.health.gpu import Device, read_devices
 from orchestrator.health.host import HostReading, read_host
@@ -94,13 +95,14 @@ class AgentPorts:
 def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
     """Processes, sockets and clocks of this machine."""
     folders = [settings.logs, *([Path(store.url)] if isinstance(store, FolderStore) else [])]
+    trusted = client_context(settings.identity.certificate if settings.identity else None)
     return AgentPorts(
         store=store,
         clock=SystemClock(),
         connect=WebSocketConnector(settings),
         runtime=ProcessRuntime(),
-        object_server=HttpObjectServer(),
-        open_peer=PeerStore,
+        object_server=HttpObjectServer(settings.identity),
+        open_peer=lambda url, token: PeerStore(url, token, tls=trusted),
         read_host=lambda: read_host(folders),
         read_devices=read_devices if shutil.which("nvidia-smi") else None,
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from orchestrator.certificates import Identity
+
 
 class AgentSettings(BaseModel):
     """One node's part of a job."""
@@ -26,6 +28,8 @@ class AgentSettings(BaseModel):
     token: str
     supervisor_file: Path | None = None
     """Where the supervisor that runs writes its address, token and pid (JSON); it takes the place of the URL above."""
+    identity: Identity | None = None
+    """Certificate and key of this run, where its ports are on more hosts than this one; None: all is on loopback."""
     address: str = "127.0.0.1"
     """Where other nodes reach this one; workers rendezvous there."""
     staging: Path

@@ -41,6 +41,8 @@ class Launch(BaseModel):
     slot_paths: tuple[Path, Path]
     objects_url: str
     token: str
+    certificate: str | None = None
+    """Of the agent's port (PEM), where that is not on loopback."""
     store_folder: Path | None = None
     """Where the job's objects are, if it is a folder: the worker reads it itself."""
     held: tuple[HeldShard, ...] = ()

@@ -1,7 +1,8 @@
-"""The verbs' connection to a running supervisor: a few small requests over loopback HTTP, with its token.
+"""The verbs' connection to a running supervisor: a few small requests over HTTP, with its token.
 
 The standard library's `http.client` and not a client that looks at proxy variables: the token never leaves this
-machine. It is in no message and in no error. Used by `status`, `drain`, `resize`, `rollback`, `cancel` and `drill`.
+machine, or goes over TLS to a host whose certificate stands beside it. It is in no message and in no error. Used by
+`status`, `drain`, `resize`, `rollback`, `cancel` and `drill`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from orchestrator.certificates import client_context
 from orchestrator.cli.terminal import say
 from orchestrator.errors import SupervisorError
 from orchestrator.supervisor.state_folder import SupervisorAddress, find_supervisor, is_running
@@ -30,7 +32,9 @@ class SupervisorClient:
     def __init__(self, address: SupervisorAddress) -> None:
         self.address = address
         parts = urlsplit(address.url)
-        if parts.scheme != "http" or parts.hostname not in _LOOPBACK or parts.port is None:
+        self._tls = client_context(address.certificate)
+        near = parts.scheme == "http" and parts.hostname in _LOOPBACK
+        if parts.hostname is None or parts.port is None or not (near or (parts.scheme == "https" and self._tls)):
             raise SupervisorError(f"the supervisor of {address.job!r} is not on this machine: {address.url}")
         self._host, self._port = parts.hostname, parts.port
 
@@ -73,7 +77,7 @@ class SupervisorClient:
         raise SupervisorError(f"the supervisor of {self.address.job!r} refused: {answer.get('error', status)}")
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS_MAX)
+        connection = self._connection()
         headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -89,6 +93,11 @@ class SupervisorClient:
         finally:
             connection.close()
         return response.status, answer if isinstance(answer, dict) else {}
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS_MAX)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=ANSWER_SECONDS_MAX, context=self._tls)
 
     def _unreachable(self, problem: str) -> SupervisorError:
         return SupervisorError(f"the supervisor of {self.address.job!r} (process {self.address.pid}) {problem}")

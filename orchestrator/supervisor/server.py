@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from orchestrator.agent.link import HEARTBEAT_SECONDS, WebSocketLink
 from orchestrator.agent.objects import token_middleware
 from orchestrator.agent.wire import FRAME_BYTES_MAX
+from orchestrator.certificates import Identity, server_context, url_of
 from orchestrator.core.messages import Request, Requested
 from orchestrator.errors import ConfigError
 from orchestrator.telemetry import EventRecord
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
 
 
 class SupervisorServer:
-    """Listens on loopback."""
+    """Listens on loopback; with an identity, over TLS at the address by which the run's other hosts reach this one."""
 
-    def __init__(self, supervisor: Supervisor, token: str) -> None:
+    def __init__(
+        self, supervisor: Supervisor, token: str, *, address: str = "127.0.0.1", identity: Identity | None = None
+    ) -> None:
         self._supervisor = supervisor
+        self._address = address
+        self._identity = identity
         self.token = token
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -62,9 +67,8 @@ class SupervisorServer:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        await web.TCPSite(self._runner, self._address, 0, ssl_context=server_context(self._identity)).start()
+        self.url = url_of(self._address, self._runner.addresses[0][1], self._identity)
         return self.url
 
     async def stop(self) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -33,6 +34,10 @@ class SupervisorAddress:
     pid: int
     start_ticks: int | None = None
     """When the process was started: tells it from a later one with the same pid."""
+    host: str | None = None
+    """Where it runs, if the folder is shared among hosts; None: here."""
+    certificate: str | None = None
+    """What its port is known by (PEM), where that is not on loopback."""
 
 
 def place_of(job_url: str) -> str:
@@ -118,14 +123,16 @@ class StateFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def publish(self, url: str, token: str) -> None:
-        """Let verbs find the supervisor."""
+    def publish(self, url: str, token: str, *, host: str | None = None, certificate: str | None = None) -> None:
+        """Let verbs find the supervisor; those of other hosts, too, if it has a certificate."""
         body = {
             "job": self.job,
             "url": url,
             "token": token,
             "pid": os.getpid(),
             "start_ticks": start_ticks(os.getpid()),
+            "host": host,
+            "certificate": certificate,
         }
         _write_private(self.address_path, json.dumps(body))
 
@@ -179,7 +186,12 @@ def _jobs() -> list[tuple[str, str]]:
 
 
 def is_running(address: SupervisorAddress) -> bool:
-    """Whether the process that published this address still runs (and not another one with its pid)."""
+    """Whether the process that published this address still runs (and not another one with its pid).
+
+    Of another host's nothing can be known here: it is taken to run until it takes its address away.
+    """
+    if address.host not in (None, socket.gethostname()):
+        return True
     ticks = start_ticks(address.pid)
     return ticks is not None and address.start_ticks in (None, ticks)
 

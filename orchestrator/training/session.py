@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from orchestrator.certificates import client_context
 from orchestrator.checkpoint.launch import LAUNCH_VARIABLE, Launch
 from orchestrator.checkpoint.layout import Scope
 from orchestrator.checkpoint.near import NearStore
@@ -120,7 +121,7 @@ class Run:
         self._begun = False
         self.step = 0
         self._refuse_world_size()
-        agent = PeerStore(launch.objects_url, launch.token)
+        agent = PeerStore(launch.objects_url, launch.token, tls=client_context(launch.certificate))
         try:
             self._state = SavedState(launch, self._parts(given), self._sampler, _optimizers(given), accept)
             self.step = self._restore(agent)
