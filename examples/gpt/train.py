@@ -184,6 +184,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = torch.stack(losses).mean()
         if RANK == 0 and (step + 1) % 10 == 0:
+            run.observe(loss=loss)  # orchestrator: says so if it is not finite or spikes
             print(f"step {step + 1}  loss {loss:.3f}  {time.monotonic() - began:.3f} s", flush=True)
         if args.log:
             line = {"step": step + 1, "generation": run.generation, "world_size": run.world_size, "ids": ids}

@@ -6,6 +6,7 @@ memory only and takes microseconds, so it may be called often.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from orchestrator.core.messages import (
     Event,
     GangReturned,
     LaunchWorkers,
+    LossReported,
     Mode,
     NoticeKind,
     NoticeReceived,
@@ -46,6 +48,7 @@ from orchestrator.core.messages import (
     Verdict,
 )
 from orchestrator.errors import StoreError
+from orchestrator.health.loss import Finding, LossState
 
 ATTACHED_PHASES = (
     WorkerPhase.RUNNING,
@@ -251,6 +254,7 @@ class LocalGang:
             # The step is read before the slots: whoever is seen past a step has what it staged there seen as well.
             moved = list(self._observe_progress(worker))
             yield from self._observe_slots(worker)
+            yield from self._observe_loss(worker)
             progress.extend(moved)
         node, generation = self.settings.node, self.generation
         if progress:
@@ -325,6 +329,31 @@ class LocalGang:
                     size_bytes=slot.size_bytes,
                     seconds=slot.stage_seconds,
                 )
+
+    def _observe_loss(self, worker: Worker) -> Iterator[LossReported]:
+        """What was found since the last look; of more than a few findings the oldest are lost."""
+        control = worker.control
+        count = control.loss_findings
+        for number in range(worker.reported.get("loss", 0) + 1, count + 1):
+            finding = control.loss_finding(number)
+            if finding is None and number == count:
+                worker.seen = None  # not whole yet: look again
+                return
+            worker.reported["loss"] = number
+            if finding is not None:
+                yield self._loss_report(worker.rank, finding)
+
+    def _loss_report(self, rank: int, finding: Finding) -> LossReported:
+        return LossReported(
+            node=self.settings.node,
+            generation=self.generation,
+            rank=rank,
+            step=finding.step,
+            value=finding.value if math.isfinite(finding.value) else str(finding.value),
+            usual=finding.usual,
+            good_step=finding.good_step,
+            problem=None if finding.state is LossState.WELL else finding.reason,
+        )
 
     def _observe_progress(self, worker: Worker) -> Iterator[RankProgress]:
         progress = _progress(worker)

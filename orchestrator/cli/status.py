@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 
 from orchestrator.cli.client import SupervisorClient, connect
 from orchestrator.cli.terminal import duration_text, facts, output, print_json, say, table
+from orchestrator.core.wording import counted
 from orchestrator.errors import SupervisorError
 
 WATCH_SECONDS = 1.0
@@ -94,11 +95,18 @@ def _summary(now: dict[str, Any]) -> list[tuple[str, object]]:
             if now["hang"]
             else ()
         ),
+        *((("loss", _loss(now["loss_trouble"])),) if now["loss_trouble"] else ()),
         ("done in", duration_text(now["eta_seconds"])),
         ("newest checkpoint", newest or "none yet"),
         *(("saving", _saving(save)) for save in now["saves"]),
         ("failures since", now["failures"]),
     ]
+
+
+def _loss(trouble: dict[str, Any]) -> str:
+    others = trouble["ranks"] - 1
+    more = f"; {counted(others, 'more rank')} as well" if others > 0 else ""
+    return f"{trouble['reason']}{more}"
 
 
 def _saving(save: dict[str, Any]) -> str:

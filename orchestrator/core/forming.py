@@ -9,6 +9,7 @@ from orchestrator.core import (
     finishing,
     hanging,
     leaving,
+    losses,
     nearby,
     preflight,
     proposing,
@@ -198,6 +199,7 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     )
     hanging.begin(turn)
     straggling.begin(turn)
+    losses.begin(turn)
     turn.go(Trigger.OPENED)
     for place in gang.places:
         turn.do(

@@ -23,6 +23,7 @@ from orchestrator.core import (
     hanging,
     hosts,
     leaving,
+    losses,
     overdue,
     proposing,
     returning,
@@ -43,6 +44,7 @@ from orchestrator.core.messages import (
     IndexDecided,
     IndexFailed,
     Looked,
+    LossReported,
     NodeJoined,
     NodeLost,
     NodesFound,
@@ -115,6 +117,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             hanging.on_looked(turn, event)
         case HostReported():
             hosts.on_reported(turn, event)
+        case LossReported():
+            losses.on_reported(turn, event)
         case SaveAsked():
             proposing.on_save_asked(turn, event)
         case Echoed():

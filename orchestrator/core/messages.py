@@ -288,6 +288,24 @@ class HostReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossReported:
+    """A rank's loss is not finite or has spiked, or is well again (`problem` None)."""
+
+    node: str
+    generation: int
+    rank: int
+    step: int
+    """Completed steps when the script told it."""
+    value: float | str
+    """A word ("nan", "inf") where it is no finite number."""
+    usual: float | None
+    """The median of the values before; None: there were none."""
+    good_step: int | None
+    """The last step at which the rank's loss was well, before the trouble; None: there was none."""
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAsked:
     """The script called `run.save()`."""
 
@@ -494,6 +512,7 @@ Event = (
     | Paused
     | Looked
     | HostReported
+    | LossReported
     | SaveAsked
     | Echoed
     | Refused

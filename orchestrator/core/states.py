@@ -213,6 +213,20 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossTrouble:
+    """The ranks' loss is not finite or has spiked, as the first of them told it."""
+
+    rank: int
+    step: int
+    value: float | str
+    """A word where it is no finite number."""
+    usual: float | None
+    words: str
+    ranks: RankSet
+    """Those whose loss is not well yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How the job will end once the gang is cleared."""
 
@@ -310,6 +324,8 @@ class Job(Changeable):
     """How long no step has come, and what was found out about that."""
     race: Race = NO_RACE
     """Who comes last to the boundary."""
+    loss_trouble: LossTrouble | None = None
+    """What stands of the losses that the ranks of this generation have told."""
     progress_at_seconds: float = 0.0
     """When the highest step rose last, or all ranks had attached."""
     awaiting_first_step: bool = False

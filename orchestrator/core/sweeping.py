@@ -2,6 +2,7 @@
 
 After each commit where not all checkpoints are kept, and now and then for what was left undecided. What a sweep may
 delete is decided on the store (`checkpoint.sweeping`). One that fails costs nothing: the next one goes on with it.
+While something is wrong with the loss all checkpoints are kept: a person may want to go back to an older one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _ask(turn: Turn, node: str) -> None:
         Sweep(
             node=node,
             generation=job.gang.generation,
-            keep_last=job.spec.keep_last,
+            keep_last=0 if job.loss_trouble is not None else job.spec.keep_last,
             keep_every_steps=job.spec.keep_every_steps,
             in_flight=tuple(sorted(job.saves)),
             grace_seconds=job.spec.sweep_grace_seconds,

@@ -1,1 +1,1 @@
-"""Is what runs here well? Readings of processes and of the host, and what they mean. Nothing is decided here."""
+"""Is what runs here well? Readings of processes, the host and the loss, and what they mean. Nothing is decided here."""

@@ -28,6 +28,7 @@ from orchestrator.core.messages import (
     RequestNodes,
     Tick,
 )
+from orchestrator.core.states import LossTrouble
 from orchestrator.schedulers.base import Scheduler
 from orchestrator.supervisor.links import AgentLinks
 from orchestrator.supervisor.server import SupervisorServer
@@ -199,6 +200,7 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
         "step_seconds": job.step_seconds if job.highest_step else None,
         "seconds_without_step": hanging.seconds_without_step(job, now_seconds),
         "hang": hanging.suspicion(job),
+        "loss_trouble": None if job.loss_trouble is None else _loss_trouble(job.loss_trouble),
         "newest_committed": str(committed) if committed else None,
         "newest_committed_step": committed.step if committed else None,
         "commit_age_seconds": age,
@@ -237,6 +239,18 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
             }
             for rank, state in sorted(job.ranks.items())
         ],
+    }
+
+
+def _loss_trouble(trouble: LossTrouble) -> dict[str, Any]:
+    """What the first rank told, and how many ranks' losses are not well yet."""
+    return {
+        "rank": trouble.rank,
+        "step": trouble.step,
+        "value": trouble.value,
+        "usual": trouble.usual,
+        "reason": trouble.words,
+        "ranks": len(trouble.ranks),
     }
 
 

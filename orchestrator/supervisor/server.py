@@ -53,6 +53,13 @@ class SupervisorServer:
             registry=self.registry,
         )
 
+        self._troubled = Gauge(
+            "orchestrator_troubled_losses",
+            "Ranks whose loss, as the script tells it, is not finite or has spiked",
+            ["job"],
+            registry=self.registry,
+        )
+
     async def start(self) -> str:
         """Listen; returns the URL."""
         app = web.Application(middlewares=[token_middleware(self.token)])
@@ -93,6 +100,7 @@ class SupervisorServer:
         self._world.labels(status["job"]).set(status["world_size"])
         self._blind.labels(status["job"]).set(sum(len(node["blind"]) for node in status["nodes"]))
         self._quiet.labels(status["job"]).set(status["seconds_without_step"] or 0.0)
+        self._troubled.labels(status["job"]).set(status["loss_trouble"]["ranks"] if status["loss_trouble"] else 0)
         if status["commit_age_seconds"] is not None:
             self._age.labels(status["job"]).set(status["commit_age_seconds"])
         return web.Response(body=generate_latest(self.registry), content_type="text/plain")

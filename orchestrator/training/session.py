@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from orchestrator.errors import (
     StateError,
     SupervisorError,
 )
+from orchestrator.health import loss as losses
 from orchestrator.health import stacks
 from orchestrator.preemption.process import record_signals
 from orchestrator.storage.base import ObjectStore
@@ -119,6 +120,7 @@ class Run:
         loaders.shield_workers()
         self._sampler = _sampler(given)
         self._begun = False
+        self._losses = losses.History()
         self.step = 0
         self._refuse_world_size()
         agent = PeerStore(launch.objects_url, launch.token, tls=client_context(launch.certificate))
@@ -224,6 +226,20 @@ class Run:
             yield
         finally:
             self._control.pause(outer_ns)
+
+    def observe(self, *, loss: float | torch.Tensor) -> None:
+        """Tell this step's loss, so that the job notices when it is not finite, or far above what it was before.
+
+        `loss` is a number or a tensor of one element, read with float(): one on a device is waited for, so call this
+        where the script wants the number anyway, every 10 steps for instance, and in the turn of the loop that computed
+        it. Costs a few microseconds. Nothing follows but an event (`loss trouble`, `loss well`), a line of `status` and
+        a metric: training is never changed, stopped or taken back. Each rank may tell its own loss; what counts as a
+        spike is in docs/protocol.md, The loss. Raises ConfigError if it is no number.
+        """
+        self._losses, finding = losses.judge(self._losses, step=self.step, value=_number(loss))
+        if finding is not None:
+            self._control.tell_loss(finding)
+            self._say(finding.reason)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
@@ -364,6 +380,20 @@ def _sampler(given: dict[str, Any]) -> ResumableSampler | None:
 
 def _optimizers(given: dict[str, Any]) -> list[torch.optim.Optimizer]:
     return [value for value in given.values() if isinstance(value, torch.optim.Optimizer)]
+
+
+def _number(loss: Any) -> float:
+    """Raises ConfigError; what a device says of its own failure goes through."""
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1 and not loss.is_complex():
+            return float(loss.item())
+        given = f"a tensor of shape {tuple(loss.shape)} and type {loss.dtype}"
+    else:
+        with suppress(TypeError, ValueError, OverflowError):
+            if not isinstance(loss, (str, bytes, bytearray)):
+                return float(loss)
+        given = f"{loss!r:.100}"
+    raise ConfigError(f"run.observe(loss=…) takes a number or a tensor of one element, not {given}")
 
 
 def _warn_about_buckets(model: Any, launch: Launch) -> None:

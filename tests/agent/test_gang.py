@@ -5,6 +5,7 @@ No worker process is started: threads or the tests themselves write the workers'
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ from orchestrator.core.messages import (
     Echoed,
     Event,
     LaunchWorkers,
+    LossReported,
     Mode,
     NoticeReceived,
     Passed,
@@ -39,6 +41,7 @@ from orchestrator.core.messages import (
     Verdict,
 )
 from orchestrator.errors import StoreError
+from orchestrator.health.loss import History, judge
 from orchestrator.training.boundary import Boundary, Finish, Order, Passing, There
 from tests.agent.settings import settings_in
 
@@ -199,6 +202,33 @@ def test_plans_saves_and_signals_are_reported_once_each(gang: LocalGang) -> None
     assert list(gang.observe()) == []
     control.ask_save()
     assert len(seen(gang, SaveAsked)) == 1
+
+
+def test_what_was_found_about_the_loss_is_reported_once_and_to_a_new_supervisor_again(gang: LocalGang) -> None:
+    control = gang.workers[1].control
+    history = History()
+    for step, value in enumerate([2.0, math.nan, math.nan, *[2.25] * 5]):
+        history, finding = judge(history, step=step, value=value)
+        if finding is not None:
+            control.tell_loss(finding)
+    trouble, well = told = seen(gang, LossReported)
+    assert (trouble.rank, trouble.step, trouble.value, trouble.usual, trouble.good_step) == (1, 1, "nan", 2.0, 0)
+    assert trouble.problem == "the loss is nan at step 1; 2 is usual"
+    assert (well.rank, well.step, well.value, well.problem) == (1, 7, 2.25, None)
+    assert seen(gang, LossReported) == []
+    gang.forget_reports()
+    assert seen(gang, LossReported) == told
+
+
+def test_a_finding_that_is_not_whole_yet_is_reported_later(gang: LocalGang, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = gang.workers[0].control
+    _, finding = judge(History(), step=4, value=math.inf)
+    assert finding is not None
+    control.tell_loss(finding)
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlBlock, "loss_finding", lambda self, number: None)
+        assert seen(gang, LossReported) == []
+    assert [(event.step, event.value) for event in seen(gang, LossReported)] == [(4, "inf")]
 
 
 def test_progress_comes_for_all_ranks_that_moved_in_one_event(gang: LocalGang) -> None:

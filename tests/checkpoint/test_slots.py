@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from orchestrator.checkpoint.slots import (
 )
 from orchestrator.core.messages import Mode
 from orchestrator.errors import ProtocolError
+from orchestrator.health.loss import Finding, LossState
 
 TORTURE_RECORDS = 200
 TORTURE_SECONDS_MAX = 40.0  # however loaded the machine is
@@ -107,6 +110,47 @@ def test_what_the_worker_says_reaches_the_agent(control: ControlBlock, worker: C
         4096,
     )
     assert control.info == {"step": 0, "until": None}
+
+
+def loss_finding(step: int) -> Finding:
+    known = step % 2 == 0
+    return Finding(
+        state=LossState(step % 3),
+        step=step,
+        value=step / 7,
+        usual=2.5 if known else None,
+        bound=3.75 if known else None,
+        good_step=step - 1 if known and step else None,
+    )
+
+
+def test_what_was_found_about_the_loss_reaches_the_agent_the_last_four_of_it(
+    control: ControlBlock, worker: ControlBlock
+) -> None:
+    assert (control.loss_findings, control.loss_finding(0), control.loss_finding(1)) == (0, None, None)
+    for number in range(1, 10):
+        image = control.image()
+        worker.tell_loss(loss_finding(number - 1))
+        assert control.image() != image
+        assert control.loss_findings == number
+        known = [control.loss_finding(one) for one in range(1, number + 1)]
+        assert known == [None] * (number - 4) + [loss_finding(one) for one in range(max(0, number - 4), number)]
+    assert control.loss_finding(10) is None
+    assert (control.read_record(), control.outcome()) == (Record(), (LeaveOutcome.NONE, -1)), "it is nobody else's room"
+
+
+def test_a_loss_that_is_no_number_comes_through(control: ControlBlock, worker: ControlBlock) -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        worker.tell_loss(replace(loss_finding(2), value=value))
+        told = control.loss_finding(control.loss_findings)
+        assert told is not None
+        assert repr(told.value) == repr(value)
+
+
+def test_a_finding_that_is_not_whole_is_not_read(control: ControlBlock, worker: ControlBlock) -> None:
+    worker.tell_loss(loss_finding(3))
+    worker._memory[slots._FINDINGS_AT_BYTE + 8] ^= 1
+    assert (control.loss_findings, control.loss_finding(1)) == (1, None)
 
 
 def test_information_has_a_limit(worker: ControlBlock) -> None:

@@ -83,6 +83,10 @@ DEFAULTS: dict[str, Any] = {
     "waits": None,
     "where": "",
     "awake_seconds": 1000.0,
+    "value": 2.5,
+    "usual": 2.5,
+    "good_step": None,
+    "problem": None,
 }
 
 

@@ -5,7 +5,7 @@ STEPS, STEP_SECONDS, FIRST_STEP_SECONDS, LOG (folder), FAULT and FAULT_MARKER (s
 LOADER (DataLoader workers), ODD (a scheduler state that cannot be saved), CHILD (seconds that a child process sleeps),
 SAVE_AT (a step that asks for a save), NOTICES (what is watched where nobody supervises), HANG (rank, step: there it
 sleeps for ever, in generation 1), PAUSE (step, seconds: all announce a pause there), EVALUATE (steps, seconds: so often
-rank 0 computes for so long, unannounced).
+rank 0 computes for so long, unannounced), LOSS_NAN_FROM (the losses are told, and from this step on as NaN).
 """
 
 from __future__ import annotations
@@ -98,10 +98,13 @@ def main() -> None:
             inputs, targets = next(loader)
             if run.step == 0:
                 time.sleep(float(os.environ.get("FIRST_STEP_SECONDS", "0")) / sampler.micro_batches_per_step)
-            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        if "LOSS_NAN_FROM" in os.environ:
+            run.observe(loss=loss * (float("nan") if step >= int(os.environ["LOSS_NAN_FROM"]) else 1.0))
         if step + 1 == int(os.environ.get("SAVE_AT", "0")):
             run.save()
         stand(run, step + 1)

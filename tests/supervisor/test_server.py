@@ -13,7 +13,7 @@ from orchestrator.core.commit import Save
 from orchestrator.core.job import new_job, step
 from orchestrator.core.messages import CheckpointId, Mode, NodeJoined, Prepare, WatcherReported
 from orchestrator.core.ranks import NOBODY, Ranks, RankSet
-from orchestrator.core.states import JobSpec
+from orchestrator.core.states import JobSpec, LossTrouble
 from orchestrator.errors import ConfigError
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.supervisor.loop import Supervisor, describe
@@ -187,6 +187,22 @@ async def test_a_node_that_cannot_see_its_notices_is_counted(
         assert [node["blind"] for node in (await answer.json())["nodes"]] == [["aws"]]
     async with client.get("/metrics") as answer:
         assert 'orchestrator_blind_watchers{job="small"} 1.0' in await answer.text()
+
+
+async def test_a_loss_that_goes_wrong_is_told_in_the_status_and_counted(
+    supervisor: Supervisor, client: aiohttp.ClientSession
+) -> None:
+    async with client.get("/metrics") as answer:
+        assert 'orchestrator_troubled_losses{job="small"} 0.0' in await answer.text()
+    async with client.get("/status") as answer:
+        assert (await answer.json())["loss_trouble"] is None
+    trouble = LossTrouble(rank=3, step=7, value="nan", usual=2.5, words="rank 3: …", ranks=RankSet.of((1, 3)))
+    supervisor.job = replace(supervisor.job, loss_trouble=trouble)
+    async with client.get("/status") as answer:
+        told = (await answer.json())["loss_trouble"]
+    assert told == {"rank": 3, "step": 7, "value": "nan", "usual": 2.5, "reason": "rank 3: …", "ranks": 2}
+    async with client.get("/metrics") as answer:
+        assert 'orchestrator_troubled_losses{job="small"} 2.0' in await answer.text()
 
 
 async def test_an_agent_of_an_earlier_supervisor_begins_anew(client: aiohttp.ClientSession) -> None:

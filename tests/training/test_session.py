@@ -6,13 +6,16 @@ The agent is played by `tests.training.agents.OneAgent`; time passes only when t
 from __future__ import annotations
 
 import errno
+import math
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed
@@ -37,6 +40,7 @@ from orchestrator.errors import (
     StateError,
     SupervisorError,
 )
+from orchestrator.health.loss import Finding, LossState
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.training import boundary, rng, saved_state, session
 from orchestrator.training.boundary import Boundary
@@ -876,3 +880,81 @@ def test_whoever_leaves_the_loop_takes_no_step_any_more(stage: Stage) -> None:
     for _ in run.steps(until=3):
         break
     assert agent.control.pause_until_ns > stage.time.monotonic_ns()
+
+
+# ------------------------------------------------------------------------------------------------- the loss
+
+
+def told_losses(agent: OneAgent) -> list[Finding]:
+    """What the worker has found about its loss."""
+    found = [agent.control.loss_finding(number + 1) for number in range(agent.control.loss_findings)]
+    return [finding for finding in found if finding is not None]
+
+
+def test_a_loss_that_is_no_number_is_told_with_its_step(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a tensor that requires a gradient, as a script has it."""
+    agent = stage.agent(until=8)
+    script = Script()
+    run = script.attach()
+
+    def after(step: int) -> None:
+        run.observe(loss=torch.tensor([math.nan if step >= 5 else 2.0], requires_grad=True))
+
+    script.run(run, 8, after=after)
+    (finding,) = told_losses(agent)
+    assert (finding.state, finding.step, finding.good_step) == (LossState.NOT_FINITE, 5, 4)
+    assert capsys.readouterr().err == "", "under a supervisor the events say it"
+
+
+def test_attached_the_person_at_the_script_is_told(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.agent(attached=True)
+    Script().attach().observe(loss=math.inf)
+    assert "orchestrator: the loss is inf at step 0\n" in capsys.readouterr().err
+
+
+def test_telling_the_loss_changes_nothing(stage: Stage) -> None:
+    """Losses, weights and every generator are to the bit those of a script that says nothing."""
+    stage.agent(until=12)
+    silent = Script()
+    expected = silent.run(silent.attach(), 12)
+    drawn = torch.rand(3).tolist()
+    stage.agent(until=12)
+    script = Script()
+    run = script.attach()
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    assert script.run(run, 12, after=lambda step: run.observe(loss=math.nan if step % 3 else step)) == expected
+    assert weights(script) == weights(silent)
+    assert torch.rand(3).tolist() == drawn
+    assert random.getstate() == python
+    assert str(np.random.get_state(legacy=False)) == str(numpy)
+
+
+@pytest.mark.parametrize("loss", [2, 2.5, True, np.float32(2.5), torch.tensor(2.5), torch.tensor([[3]])], ids=repr)
+def test_a_loss_is_any_number(stage: Stage, loss: Any) -> None:
+    stage.agent()
+    Script().attach().observe(loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (None, "None"),
+        ("2.5", "'2.5'"),
+        (b"2.5", "b'2.5'"),
+        ([2.5], r"\[2.5\]"),
+        (2j, "2j"),
+        (10**400, "10000"),
+        (torch.tensor([1.0, 2.0]), r"a tensor of shape \(2,\) and type torch.float32"),
+        (torch.tensor([]), r"a tensor of shape \(0,\)"),
+        (torch.tensor(2j), r"a tensor of shape \(\) and type torch.complex64"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_loss_is_one_clear_error(stage: Stage, loss: Any, what: str) -> None:
+    agent = stage.agent()
+    run = Script().attach()
+    with pytest.raises(
+        ConfigError, match=rf"run\.observe\(loss=…\) takes a number or a tensor of one element, not {what}"
+    ):
+        run.observe(loss=loss)
+    assert told_losses(agent) == []
