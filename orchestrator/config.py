@@ -45,7 +45,11 @@ class JobConfig(BaseModel):
     command: Annotated[tuple[str, ...], Field(validate_default=True)] = ()
     """The training command, as given after `--`."""
     scheduler: str = "local"
-    """Where nodes come from. This release: local (nodes are sessions of processes on this machine)."""
+    """Where nodes come from: local (nodes are sessions of processes on this machine) or slurm."""
+    sbatch: tuple[str, ...] = ()
+    """Slurm: options of sbatch for the submission, as `--partition=gpu`, `--gres=gpu:8`, `--time=24:00:00`."""
+    srun: tuple[str, ...] = ()
+    """Slurm: options of srun for each node's agent and its workers, as those that name a container."""
     nodes: str = "1"
     """MIN:MAX or one number: with fewer than MIN nodes the job waits, more than MAX it does not ask for."""
     workers_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -94,8 +98,23 @@ class JobConfig(BaseModel):
     @field_validator("scheduler")
     @classmethod
     def _known_scheduler(cls, value: str) -> str:
-        if value != "local":
-            raise ValueError(f"this release knows the scheduler 'local' only, not {value!r}")
+        if value not in ("local", "slurm"):
+            raise ValueError(f"this release knows the schedulers 'local' and 'slurm', not {value!r}")
+        return value
+
+    @field_validator("sbatch", "srun", mode="before")
+    @classmethod
+    def _options_are_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"is a list of options, not one text: {value.split()}")
+        return value
+
+    @field_validator("sbatch", "srun")
+    @classmethod
+    def _options_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for option in value:
+            if not re.match(r"--?[a-zA-Z]", option) or "\n" in option:
+                raise ValueError(f"{option!r} is no option; write it with its value, as --partition=gpu")
         return value
 
     @field_validator("nodes", mode="before")

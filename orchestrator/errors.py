@@ -21,6 +21,7 @@
     ├── ProtocolError          a peer sent what the protocol does not allow
     ├── PeerError              another rank failed in what all ranks do together; names it
     │   └── PeerLostError      another rank has gone, or does not answer
+    ├── SchedulerError         the cluster's scheduler does not answer, or refuses
     └── SupervisorError        the supervisor cannot be reached, or refused the request
 
 Leaving on a notice is no failure: `Preempted` derives from SystemExit (status 75) so that a
@@ -182,6 +183,10 @@ class PeerLostError(PeerError):
 
 class BrokenOffError(OrchestratorError):
     """This rank failed in the middle of what all ranks do together: the others lose it, and it does nothing more."""
+
+
+class SchedulerError(OrchestratorError):
+    """The cluster's scheduler does not answer, or refuses what was asked."""
 
 
 class SupervisorError(OrchestratorError):

@@ -8,6 +8,7 @@ the supervisor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -38,6 +39,7 @@ from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.save import ShardPlace
 from orchestrator.checkpoint.slots import SlotState
+from orchestrator.checkpoint.staging_folder import make_private
 from orchestrator.core.messages import (
     Abandon,
     CheckpointId,
@@ -130,7 +132,7 @@ class Agent:
 
     async def run(self, handle_signals: bool = True) -> str:
         """Serve until dismissed; returns why it ended."""
-        self._settings.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._settings.staging)
         objects = NodeObjects(self._ports.store, self._staged_slot, self._nearby)
         tokens = (self._objects_token, self._settings.token)  # of this node's workers, and of peers
         self._objects_url = await self._ports.object_server.start(
@@ -181,6 +183,8 @@ class Agent:
         await self._ports.object_server.stop()
         self._nearby.close()
         shutil.rmtree(self._settings.staging, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the run's folder, if this was the last of its nodes here
+            self._settings.staging.parent.rmdir()
 
     def _post(self, event: Event) -> None:
         self._channel.post(event)

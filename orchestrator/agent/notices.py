@@ -24,6 +24,8 @@ from orchestrator.preemption.pushed import BODY_BYTES_MAX, parse_pushed
 from orchestrator.preemption.watching import Watcher
 
 LOOK_AGAIN_SECONDS = 30.0
+GRACE_SECONDS = 30.0
+"""That a cloud leaves which does not say, where the settings do not either."""
 
 
 class Pushed:
@@ -75,7 +77,9 @@ class NoticeWatch:
         self._report = report
         self._chosen = parse_notices(settings.notices)
         self._clouds = Clouds(clock, settings.notice_addresses, settings.notice_look_seconds)
-        self._watcher = Watcher(settings.node, clock, grace_seconds=settings.grace_seconds, tell=tell, report=report)
+        self._watcher = Watcher(
+            settings.node, clock, grace_seconds=settings.grace_seconds or GRACE_SECONDS, tell=tell, report=report
+        )
         self._pushed = Pushed()
         self._own_id: str | None = None
         self.watched: tuple[str, ...] = ()

@@ -38,8 +38,8 @@ class AgentSettings(BaseModel):
     """Folder for the workers' output."""
     echo_output: bool = True
     """Copy the workers' output to the agent's standard output, with the rank in front."""
-    grace_seconds: float = 30.0
-    """Time that a signal, or a notice without a time, leaves."""
+    grace_seconds: float | None = 30.0
+    """Time that a signal, or a notice without a time, leaves; None: somebody else says so (Slurm's controller)."""
     notices: str = "none"
     """What is watched beside signals, as in the job's configuration."""
     notice_addresses: Mapping[str, str] = {}

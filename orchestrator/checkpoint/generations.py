@@ -312,6 +312,14 @@ def roll_back(store: ObjectStore, who: Claimant, step: int, by: str, wall_second
     return target
 
 
+def fruitless_runs(store: ObjectStore) -> int:
+    """How many runs have ended since the newest committed checkpoint was begun. Raises StoreError, FormatError."""
+    catalog = survey(store)
+    newest = catalog.newest()
+    since = 0 if newest is None else newest.id.generation
+    return sum(number > since and read_end(store, number) is not None for number in catalog.generations)
+
+
 def read_base(store: ObjectStore, generation: int) -> fmt.BaseRecord | None:
     """The base record of a generation, if it is there already."""
     key = fmt.base_key(generation)

@@ -1,6 +1,6 @@
 """Where staged state lives: a folder in memory that is this user's alone. No torch.
 
-Used by `supervisor.local_job` and `training.attached`.
+Used by agents, `supervisor` and `training.attached`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,26 @@ from pathlib import Path
 from orchestrator.errors import ConfigError
 
 
+def private_name() -> str:
+    """Of this user's folder under a memory folder that everybody may write to."""
+    return f"orchestrator-{os.getuid()}"
+
+
+def make_private(folder: Path) -> None:
+    """Make a staging folder that was named elsewhere, on another host maybe: private if it is in this user's folder."""
+    root = next((parent for parent in folder.parents if parent.name == private_name()), None)
+    if root is None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    else:
+        private_folder(root.parent, *folder.relative_to(root).parts)
+
+
 def private_folder(memory: Path, *names: str) -> Path:
     """Our folder under a memory folder that everybody may write to: `<memory>/orchestrator-<uid>/<names>`, mode 0700.
 
     Raises ConfigError if somebody else made it first: what stands there would not be ours.
     """
-    root = memory / f"orchestrator-{os.getuid()}"
+    root = memory / private_name()
     try:
         root.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from orchestrator.config import JobConfig
     from orchestrator.core.messages import Finish
     from orchestrator.supervisor.local_job import LocalJob, LocalJobOptions
+    from orchestrator.supervisor.loop import Supervisor
     from orchestrator.telemetry import EventRecord, Sink
 
 CONTEXT = {"allow_interspersed_args": False}
@@ -73,7 +74,13 @@ def run(
         str | None, typer.Option(metavar="FOLDER", help="Folder in memory for staged shards; /dev/shm if not given.")
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Where nodes come from. This release: local.")
+        str | None, typer.Option(metavar="NAME", help="Where nodes come from: local or slurm.")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Slurm: an option of sbatch, as --gres=gpu:8; several.")
+    ] = None,
+    srun: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Slurm: an option of srun for each node; several.")
     ] = None,
     take_over: Annotated[
         bool,
@@ -106,10 +113,16 @@ def run(
         "max_failures": max_failures,
         "staging": staging,
         "scheduler": scheduler,
+        "sbatch": tuple(sbatch) if sbatch else None,
+        "srun": tuple(srun) if srun else None,
     }
     if json_output and not dry_run:
         raise ConfigError("--json belongs to --dry-run; events as JSON lines come with --json-events")
     settings = configuration(config, given, talk)
+    if settings.scheduler == "slurm":
+        from orchestrator.cli import slurm
+
+        raise typer.Exit(slurm.run(settings, slurm.Asked(given=given, config=config, dry_run=dry_run), take_over, talk))
     check_before_start(settings)
     if dry_run:
         _print_plan(settings, as_json=json_output)
@@ -285,7 +298,7 @@ def _run_locally(settings: JobConfig, take_over: bool, talk: Talk) -> int:
     except asyncio.CancelledError:
         talk.last(int(ExitCode.FAILED), "ended at once by Ctrl-C; what was being saved may be lost")
         return int(ExitCode.FAILED)
-    talk.last(finish.exit_code, _last_words(job, finish))
+    talk.last(finish.exit_code, last_words(job, job.logs, finish))
     return finish.exit_code
 
 
@@ -313,10 +326,19 @@ async def _supervise(job: LocalJob, talk: Talk) -> Finish:
     return await job.run()
 
 
+class HasSupervisor(Protocol):
+    """A job that is being run."""
+
+    @property
+    def supervisor(self) -> Supervisor | None:
+        """Once there is one."""
+        ...
+
+
 class Signals:
     """Turns signals into requests: drain, then cancel, then an end at once. Only Ctrl-C goes beyond the first."""
 
-    def __init__(self, job: LocalJob, running: asyncio.Task[Any], talk: Talk) -> None:
+    def __init__(self, job: HasSupervisor, running: asyncio.Task[Any], talk: Talk) -> None:
         self._job = job
         self._running = running
         self._talk = talk
@@ -341,7 +363,8 @@ class Signals:
             self._running.cancel()
 
 
-def _last_words(job: LocalJob, finish: Finish) -> str:
+def last_words(job: HasSupervisor, logs: Path, finish: Finish) -> str:
+    """How it ended, and what to do."""
     from orchestrator.core.messages import Outcome
 
     supervisor = job.supervisor
@@ -353,7 +376,7 @@ def _last_words(job: LocalJob, finish: Finish) -> str:
     if ending is not None and ending.outcome is Outcome.CANCELLED:
         return f"{finish.reason}; the same command with --take-over starts the job again"
     if ending is not None and ending.outcome is Outcome.FAILED:
-        return f"{finish.reason}; the workers' output is in {job.logs}"
+        return f"{finish.reason}; the workers' output is in {logs}"
     return finish.reason
 
 

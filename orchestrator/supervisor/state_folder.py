@@ -64,15 +64,26 @@ class StateFolder:
         """Where the running supervisor's address and token stand."""
         return self.path / "supervisor.json"
 
-    def acquire(self) -> None:
-        """Take the lock. Raises FencedError if a supervisor of this job runs on this host already, ConfigError."""
+    def make(self) -> None:
+        """Make it, and write down where the job is, for verbs. Raises ConfigError."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        _write_private(self.path / "job.json", json.dumps({"job": self.job, "url": self.job_url}))
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"the state folder {self.path} cannot be written: {error.strerror}; XDG_STATE_HOME names another place"
+        )
+
+    def acquire(self) -> None:
+        """Take the lock. Raises FencedError if a supervisor of this job runs on this host already, ConfigError."""
+        self.make()
+        try:
             lock = (self.path / "lock").open("ab")
         except OSError as error:
-            raise ConfigError(
-                f"the state folder {self.path} cannot be written: {error.strerror}; XDG_STATE_HOME names another place"
-            ) from error
+            raise self._unwritable(error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -82,7 +93,6 @@ class StateFolder:
                 f"`orchestrator status {self.job}` shows it, `orchestrator drain {self.job}` ends it"
             ) from error
         self._lock = lock
-        _write_private(self.path / "job.json", json.dumps({"job": self.job, "url": self.job_url}))
 
     def supervisor(self) -> SupervisorAddress | None:
         """The supervisor that runs this very job on this host, if one does."""
@@ -92,10 +102,25 @@ class StateFolder:
     def release(self) -> None:
         """Give the lock back."""
         if self._lock is not None:
-            with contextlib.suppress(OSError):  # a file that stays names a process that is gone
-                self.address_path.unlink(missing_ok=True)
+            self.withdraw()
             self._lock.close()
             self._lock = None
+
+    def withdraw(self) -> None:
+        """Take the supervisor's address away; a file that stays names a process that is gone."""
+        with contextlib.suppress(OSError):
+            self.address_path.unlink(missing_ok=True)
+
+    def note_slurm_job(self, job_id: str) -> None:
+        """Which of Slurm's jobs this one was submitted as last: for `status` while it does not run."""
+        _write_private(self.path / "slurm.json", json.dumps({"job_id": job_id}))
+
+    def slurm_job(self) -> str | None:
+        """See `note_slurm_job`."""
+        try:
+            return str(json.loads((self.path / "slurm.json").read_text())["job_id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def owner(self) -> str:
         """The owner id, made at the first call: the same for every start of this job from this host and user.

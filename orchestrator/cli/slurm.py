@@ -1,0 +1,202 @@
+"""`orchestrator run --scheduler slurm`: submits itself; inside an allocation it supervises. No verb of its own.
+
+A person's own batch script ends with the same command (`deploy/slurm/train.sbatch`): it finds itself inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import ConfigError, ExitCode, OrchestratorError, SchedulerError
+
+if TYPE_CHECKING:
+    from orchestrator.cli.run import Talk
+    from orchestrator.config import JobConfig
+    from orchestrator.core.messages import Finish
+    from orchestrator.schedulers.slurm.commands import SlurmCommands
+    from orchestrator.supervisor.slurm_job import Allocation, SlurmJob
+
+ONLY_OUTSIDE = ("command", "store", "scheduler", "sbatch")
+"""Settings that are said otherwise, or mean nothing, inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The command line, to be said again in the batch script."""
+
+    given: Mapping[str, Any]
+    config: Path | None
+    dry_run: bool
+
+
+def run(settings: JobConfig, asked: Asked, take_over: bool, talk: Talk) -> int:
+    """Submit, or supervise if this is the batch step (or a shell of an interactive allocation). The exit code."""
+    from orchestrator.schedulers.slurm.commands import SlurmCommands
+    from orchestrator.supervisor.slurm_job import in_allocation
+
+    commands = SlurmCommands()
+    if in_allocation() and not asked.dry_run:
+        return _supervise(settings, commands, take_over, talk)
+    return _submit(settings, asked, commands, take_over, talk)
+
+
+# ------------------------------------------------------------------------------------------------- submitting
+
+
+def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_over: bool, talk: Talk) -> int:
+    from orchestrator.schedulers.slurm.submission import FIXED_OPTIONS, render
+    from orchestrator.storage.opening import job_url
+    from orchestrator.supervisor.state_folder import StateFolder
+
+    fixed = sorted({option.split("=")[0] for option in settings.sbatch} & set(FIXED_OPTIONS))
+    if fixed:
+        raise ConfigError(f"sbatch: {', '.join(fixed)} cannot be given: the job's own settings say so")
+    state = StateFolder(settings.job, job_url(settings.store, settings.job))
+    log = state.path / "slurm-%j.log"
+    script = render(
+        job=settings.job,
+        nodes_min=settings.nodes_min,
+        nodes_max=settings.nodes_max,
+        log=str(log),
+        options=settings.sbatch,
+        command=inner_command(settings, asked, take_over=take_over),
+    )
+    if asked.dry_run:
+        sys.stdout.write(script)
+        talk.say("nothing was submitted")
+        return 0
+    for line in _findings(settings, commands):
+        talk.say(line)
+    state.make()
+    job_id = commands.submit(script)
+    state.note_slurm_job(job_id)
+    talk.say(
+        f"submitted as Slurm's job {job_id}: its output goes to {str(log).replace('%j', job_id)}; "
+        f"`orchestrator status {settings.job}` shows it once it runs"
+    )
+    return 0
+
+
+def inner_command(settings: JobConfig, asked: Asked, *, take_over: bool) -> tuple[str, ...]:
+    """What the batch script runs: the same settings, whatever its folder."""
+    words = [sys.executable, "-m", "orchestrator", "run", "--scheduler=slurm", f"--store={settings.store}"]
+    if asked.config is not None or Path("orchestrator.toml").exists():
+        words.append(f"--config={(asked.config or Path('orchestrator.toml')).absolute()}")
+    for name, value in asked.given.items():
+        if value is not None and name not in ONLY_OUTSIDE:
+            flag = f"--{name.replace('_', '-')}"
+            words += [f"{flag}={one}" for one in (value if isinstance(value, tuple) else (value,))]
+    if take_over:
+        words.append("--take-over")
+    return (*words, "--", *settings.command)
+
+
+def _findings(settings: JobConfig, commands: SlurmCommands) -> list[str]:
+    """What this cluster costs. If it cannot be asked, the submission says so itself."""
+    from orchestrator.schedulers.slurm.submission import inspect
+
+    try:
+        name = _partition(settings.sbatch) or commands.default_partition()
+        if name is None:
+            return []
+        found = inspect(commands.settings(), commands.partition(name), save_every=settings.save_every)
+    except SchedulerError:
+        return []
+    return [f"{'warning' if one.loses else 'note'}: {one.words}; {one.remedy}" for one in found]
+
+
+def _partition(options: tuple[str, ...]) -> str | None:
+    for option in options:
+        for prefix in ("--partition=", "-p"):
+            if option.startswith(prefix):
+                return option.removeprefix(prefix).strip().split(",")[0]
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ supervising
+
+
+def _supervise(settings: JobConfig, commands: SlurmCommands, take_over: bool, talk: Talk) -> int:
+    from orchestrator.cli.run import last_words
+    from orchestrator.storage.opening import job_url
+    from orchestrator.supervisor.slurm_job import SlurmJob, read_allocation
+
+    place, url = read_allocation(commands), job_url(settings.store, settings.job)
+    take_over = _check_store(settings, place, commands, url, take_over, talk)
+    job = SlurmJob(
+        settings,
+        place,
+        job_url=url,
+        commands=commands,
+        take_over=take_over,
+        sinks=(talk.event_sink(time.monotonic()),),
+    )
+    try:
+        finish = asyncio.run(_run(job, talk))
+    except asyncio.CancelledError:
+        talk.last(int(ExitCode.FAILED), "ended at once by Ctrl-C; what was being saved may be lost")
+        return int(ExitCode.FAILED)
+    talk.last(finish.exit_code, last_words(job, job.logs, finish))
+    if finish.exit_code == ExitCode.RESUMABLE and job.departure is not None and job.departure.comes_again:
+        _requeue(settings, place, commands, url, talk)
+    return finish.exit_code
+
+
+def _check_store(
+    settings: JobConfig, place: Allocation, commands: SlurmCommands, url: str, take_over: bool, talk: Talk
+) -> bool:
+    """Whether to take the job over: also from one of Slurm's jobs that has ended without a word. Raises FencedError."""
+    from orchestrator.checkpoint.generations import Claimant, claims_of, read_end
+    from orchestrator.cli.store_probe import require_fit
+    from orchestrator.storage.opening import PERSON_PATIENCE_SECONDS, open_store
+    from orchestrator.supervisor.slurm_job import is_over
+
+    with contextlib.suppress(OrchestratorError):  # whatever is wrong, the probe says it
+        store = open_store(url, PERSON_PATIENCE_SECONDS)
+        claims = claims_of(store, settings.job)
+        before = claims[max(claims)].owner if claims else place.owner
+        unfinished = before != place.owner and read_end(store, max(claims)) is None
+        if unfinished and not take_over and is_over(commands, before, place.cluster):
+            talk.say(f"the run {before} has ended without a word, says Slurm: its job is gone on with")
+            take_over = True
+    told = require_fit(url, Claimant(job=settings.job, owner=place.owner, claimant="", take_over=take_over))
+    if told:
+        talk.say(told)
+    return take_over
+
+
+async def _run(job: SlurmJob, talk: Talk) -> Finish:
+    from orchestrator.cli.run import Signals
+
+    running = asyncio.current_task()
+    assert running is not None
+    signals, loop = Signals(job, running, talk), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, signals.on_signal, number)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # as `--signal=B:USR1@…` sends them: Slurm knows why
+        loop.add_signal_handler(number, job.wake)
+    return await job.run()
+
+
+def _requeue(settings: JobConfig, place: Allocation, commands: SlurmCommands, url: str, talk: Talk) -> None:
+    """The very last: Slurm ends this process for it."""
+    from orchestrator.checkpoint.generations import fruitless_runs
+    from orchestrator.schedulers.slurm.submission import judge_requeue
+    from orchestrator.storage.opening import PERSON_PATIENCE_SECONDS, open_store
+
+    try:
+        fruitless = fruitless_runs(open_store(url, PERSON_PATIENCE_SECONDS))
+        decided = judge_requeue(commands.job(place.job_id), fruitless=fruitless, fruitless_max=settings.max_failures)
+        talk.say(f"{'requeued' if decided.wanted else 'not requeued'}: {decided.reason}")
+        if decided.wanted:
+            commands.requeue(place.job_id)
+    except OrchestratorError as error:
+        talk.say(f"not requeued: {error}")

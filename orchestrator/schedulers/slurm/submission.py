@@ -1,0 +1,139 @@
+"""What is submitted to Slurm, and what the cluster's configuration means for it. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.schedulers.slurm.records import ENDED_STATES, ClusterSettings, JobRecord, Partition
+
+FIXED_OPTIONS = ("--job-name", "-J", "--nodes", "-N", "--open-mode", "--requeue", "--no-requeue", "--no-kill", "-k")
+"""Of sbatch: the job's own settings say them, or a restart needs them as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something about the cluster that costs training time, or checkpoints, and what can be done."""
+
+    loses: bool
+    """Whether work is lost by it; else it only takes time."""
+    words: str
+    remedy: str
+
+
+def render(
+    *, job: str, nodes_min: int, nodes_max: int, log: str, options: Sequence[str], command: Sequence[str]
+) -> str:
+    """The batch script: it becomes the supervisor, which starts an agent on each host.
+
+    `options`: sbatch's, as a person would give them. `command`: `orchestrator run …` as it is to be run there.
+    """
+    nodes = str(nodes_min) if nodes_min == nodes_max else f"{nodes_min}-{nodes_max}"
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={job}",
+        f"#SBATCH --nodes={nodes}",
+        "#SBATCH --requeue",
+        "#SBATCH --no-kill",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={log}",
+        *(f"#SBATCH {option}" for option in options),
+        "",
+        f"exec {shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def inspect(cluster: ClusterSettings, partition: Partition, *, save_every: int) -> list[Finding]:
+    """What is lost, or takes long, with this cluster and partition. The worst first."""
+    findings: list[Finding] = []
+    mode = partition.preempt_mode or cluster.preempt_mode
+    preempts = cluster.preempt_type not in ("", "none") and mode not in ("", "OFF")
+    kept = f"what was trained since the last periodic checkpoint (every {save_every} steps)"
+    if save_every == 0:
+        kept = "everything that was trained since the start: there are no periodic checkpoints (save_every is 0)"
+    if preempts and partition.grace_seconds == 0 and "SUSPEND" not in mode:
+        findings.append(
+            Finding(
+                loses=True,
+                words=f"a job in the partition {partition.name} that is preempted is ended at once (GraceTime=0): "
+                f"{kept} is lost",
+                remedy="ask for a GraceTime of a minute or more; until then save more often",
+            )
+        )
+    if cluster.kill_wait_seconds < 30:
+        findings.append(
+            Finding(
+                loses=False,
+                words=f"a job that is cancelled or requeued by hand is killed {cluster.kill_wait_seconds:.0f} s later "
+                "(KillWait), whatever it is saving",
+                remedy="end it by `orchestrator drain`, which saves first",
+            )
+        )
+    if preempts and mode == "CANCEL":
+        findings.append(
+            Finding(
+                loses=False,
+                words=f"the partition {partition.name} cancels what it preempts (PreemptMode=CANCEL): only what has "
+                "saved within its grace is started again",
+                remedy="ask for PreemptMode=REQUEUE",
+            )
+        )
+    if preempts and "SUSPEND" in mode:
+        findings.append(
+            Finding(
+                loses=False,
+                words=f"the partition {partition.name} suspends what it preempts: the job stands still, and goes on",
+                remedy="nothing has to be done",
+            )
+        )
+    if cluster.requeue_delay_seconds > 60:
+        findings.append(
+            Finding(
+                loses=False,
+                words=f"a requeued job is not started again for {cluster.requeue_delay_seconds:.0f} s "
+                "(its credentials have to expire)",
+                remedy="ask for AuthInfo=cred_expire=… of some seconds; losses of single hosts need no requeue anyway",
+            )
+        )
+    return sorted(findings, key=lambda finding: not finding.loses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requeue:
+    """Whether the job is to be requeued, and why."""
+
+    wanted: bool
+    reason: str
+
+
+def judge_requeue(record: JobRecord | None, *, fruitless: int, fruitless_max: int) -> Requeue:
+    """After a save: is it right to give the allocation back and come again?
+
+    `fruitless`: runs in a row, with this one, that have committed nothing. Only a job that still runs is requeued: one
+    that somebody has cancelled in the meantime would come back to life.
+    """
+    if record is None:
+        return Requeue(wanted=False, reason="the controller does not know the job any more")
+    if record.state != "RUNNING":
+        return Requeue(wanted=False, reason=f"the job is {record.state} already")
+    if not record.may_requeue:
+        return Requeue(wanted=False, reason="the job was submitted with --no-requeue")
+    if fruitless > fruitless_max:
+        return Requeue(wanted=False, reason=f"{fruitless} runs in a row have committed nothing")
+    return Requeue(wanted=True, reason="it goes on in another allocation")
+
+
+def explain_waiting(record: JobRecord) -> str | None:
+    """Why a submitted job does not run, with what to do; None if it does."""
+    if record.state == "RUNNING":
+        return None
+    if record.state in ENDED_STATES:
+        return f"Slurm's job {record.job_id} has ended: {record.state}"
+    if "held" in record.reason.lower():
+        return (
+            f"Slurm holds the job {record.job_id} ({record.reason.replace('_', ' ')}): its start has failed on a host; "
+            f"`scontrol release {record.job_id}` lets it try again, the host's slurmd.log says what went wrong"
+        )
+    return f"Slurm's job {record.job_id} is {record.state}" + (f" ({record.reason})" if record.reason else "")

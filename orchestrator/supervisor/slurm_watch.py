@@ -1,0 +1,148 @@
+"""What Slurm does with the job, as notices: asked for every few seconds, and at once when a signal came.
+
+A job that is to be preempted, or comes to its time limit, is drained while it still runs, with the time that is left as
+every node's deadline. Hosts that are drained get a notice of their own. A controller that is away changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.clock import Clock
+from orchestrator.core.messages import Event, NoticeKind, NoticeReceived, Request, Requested
+from orchestrator.errors import SchedulerError
+from orchestrator.schedulers.slurm.allocation import host_of
+from orchestrator.schedulers.slurm.commands import SlurmCommands
+from orchestrator.schedulers.slurm.records import HostRecord, JobRecord
+
+LOOK_SECONDS = 5.0
+LIMIT_SLACK_SECONDS = 60.0
+"""Slurm looks at time limits every half minute, and may warn a minute early."""
+LEAVING_FLAGS = ("DRAIN", "DRAINED", "DRAINING", "REBOOT_REQUESTED", "REBOOT_ISSUED", "POWERING_DOWN", "FAILING")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """Why the whole job leaves its hosts, and when it will be gone."""
+
+    reason: str
+    remaining_seconds: float | None
+    comes_again: bool
+    """It is to be requeued once it is saved; else somebody ended it."""
+
+
+def departure(
+    record: JobRecord, *, now_wall_seconds: float, limit_notice_seconds: float, kill_wait_seconds: float
+) -> Departure | None:
+    """Whether the job has to leave. Pure.
+
+    `limit_notice_seconds`: how long before its time limit it leaves. `kill_wait_seconds`: what is left to a job that
+    was ended (cancelled, requeued by hand, its grace over).
+    """
+    left = None if record.ends_at_seconds is None else max(record.ends_at_seconds - now_wall_seconds, 0.0)
+    if record.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED"):
+        reason = f"Slurm ends the job: it is {record.state}"
+        return Departure(reason=reason, remaining_seconds=kill_wait_seconds, comes_again=False)
+    if record.preempted:
+        return Departure(reason="Slurm preempts the job", remaining_seconds=left, comes_again=True)
+    if left is not None and left < limit_notice_seconds:
+        return Departure(reason="the job's time limit is near", remaining_seconds=left, comes_again=True)
+    return None
+
+
+def host_leaves(record: HostRecord) -> str | None:
+    """Why nothing new is to be begun on a host whose processes still run; None if it is well. Pure."""
+    flags = sorted(record.states.intersection(LEAVING_FLAGS))
+    return f"{'+'.join(flags)} {record.reason}".strip() if flags else None
+
+
+class SlurmWatch:
+    """Looks, tells the supervisor, and remembers why the job leaves."""
+
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        hosts: str,
+        commands: SlurmCommands,
+        clock: Clock,
+        submit: Callable[[Event], None],
+        nodes: Callable[[], list[str]],
+        limit_notice_seconds: float,
+        kill_wait_seconds: float,
+    ) -> None:
+        self._job_id = job_id
+        self._hosts = hosts
+        self._commands = commands
+        self._clock = clock
+        self._submit = submit
+        self._nodes = nodes
+        self._limit_notice_seconds = limit_notice_seconds
+        self._kill_wait_seconds = kill_wait_seconds
+        self._wake = asyncio.Event()
+        self._leaving_hosts: dict[str, str] = {}
+        self.departure: Departure | None = None
+
+    def wake(self) -> None:
+        """Look now: a signal came."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._look()
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def _look(self) -> None:
+        try:
+            record = await asyncio.to_thread(self._commands.job, self._job_id)
+            hosts = await asyncio.to_thread(self._commands.hosts, self._hosts)
+        except SchedulerError:
+            return
+        if record is not None:
+            found = departure(
+                record,
+                now_wall_seconds=self._clock.wall(),
+                limit_notice_seconds=self._limit_notice_seconds,
+                kill_wait_seconds=self._kill_wait_seconds,
+            )
+            if found is not None:
+                self.leave(found)
+        self._look_at_hosts(hosts)
+
+    def leave(self, why: Departure) -> None:
+        """Every node goes; the job saves and ends. What was said first stands, but for an end that nobody can stop."""
+        if self.departure is not None and (self.departure.comes_again is why.comes_again or why.comes_again):
+            return
+        self.departure = why
+        for node in self._nodes():
+            self._notice(node, "job", NoticeKind.PREEMPT, why.remaining_seconds)
+        self._submit(Requested(request=Request.DRAIN, by=why.reason))
+
+    def _look_at_hosts(self, hosts: dict[str, HostRecord]) -> None:
+        leaving = {name: why for name, record in hosts.items() if (why := host_leaves(record)) is not None}
+        for node in self._nodes():
+            name = host_of(node)
+            if name in leaving:
+                self._notice(node, "drain", NoticeKind.MAINTENANCE, None)
+            elif name in self._leaving_hosts:
+                self._notice(node, "drain", NoticeKind.CANCEL, None)
+        self._leaving_hosts = leaving
+
+    def _notice(self, node: str, what: str, kind: NoticeKind, remaining_seconds: float | None) -> None:
+        self._submit(
+            NoticeReceived(
+                node=node,
+                source="slurm",
+                kind=kind,
+                remaining_seconds=remaining_seconds,
+                notice_id=f"slurm-{what}",
+            )
+        )
