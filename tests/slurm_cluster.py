@@ -89,7 +89,7 @@ class SlurmCluster:
         until = time.monotonic() + READY_SECONDS
         while not (munge / "socket").exists():
             self._wait_a_moment(until, "munged opened no socket")
-        self._spawn("slurmctld", "slurmctld", "-D", "-f", self.variables["SLURM_CONF"])
+        self.start_controller()
         for node in self.nodes:
             self.start_node(node)
         idle = ["idle", str(len(self.nodes))]
@@ -101,6 +101,14 @@ class SlurmCluster:
             assert process.poll() is None, f"{name} ended with {process.returncode}: {self.log(name)}"
         assert time.monotonic() < until, f"{problem}: {self.log('slurmctld')}"
         time.sleep(0.05)
+
+    def start_controller(self) -> None:
+        """Start the controller; it goes on from what it has written down."""
+        self._spawn("slurmctld", "slurmctld", "-D", "-f", self.variables["SLURM_CONF"])
+
+    def all_well(self) -> bool:
+        """Whether every daemon still runs."""
+        return all(process.poll() is None for process in self.processes.values())
 
     def start_node(self, node: str) -> None:
         """Start a node's slurmd."""

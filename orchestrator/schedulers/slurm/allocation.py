@@ -171,7 +171,7 @@ class SlurmAllocation:
         return (
             *("srun", f"--jobid={self._job_id}", f"--nodelist={host.name}", "--nodes=1", "--ntasks=1"),
             *(() if host.cpus is None else (f"--cpus-per-task={host.cpus}",)),
-            *("--mem=0", "--cpu-bind=none", "--overlap", "--input=0", "--unbuffered", "--quiet"),
+            *("--mem=0", "--overlap", "--input=0", "--unbuffered", "--quiet"),
             *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", f"--job-name={step_name(node)}"),
             *self._srun_options,
             *self._agent_command,
