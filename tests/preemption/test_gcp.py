@@ -64,7 +64,7 @@ async def test_a_change_is_heard_of_in_the_long_poll(server: SimulatedGCP) -> No
     async with watching(server) as listener:
         await until(lambda: server.waiting == 2)
         asked = server.requests["/computeMetadata/v1/instance/preempted"]
-        server.preempt()
+        server.interrupt()
         await until(lambda: listener.heard)
         assert server.requests["/computeMetadata/v1/instance/preempted"] == asked, "no other request was needed"
     (notice,) = listener.heard
@@ -72,7 +72,7 @@ async def test_a_change_is_heard_of_in_the_long_poll(server: SimulatedGCP) -> No
 
 
 async def test_preempted_before_the_first_look(server: SimulatedGCP) -> None:
-    server.preempt()
+    server.interrupt()
     async with watching(server) as listener:
         await until(lambda: listener.heard)
     assert listener.kinds == [NoticeKind.PREEMPT]
@@ -98,7 +98,7 @@ async def test_a_graceful_shutdown(server: SimulatedGCP) -> None:
 
 
 async def test_a_poll_that_ends_without_a_change_tells_nothing(server: SimulatedGCP) -> None:
-    server.preempt()
+    server.interrupt()
     async with watching(server, wait_seconds=0.05) as listener:
         await until(lambda: server.requests["/computeMetadata/v1/instance/preempted"] >= 5)
     assert len(listener.heard) == 1
@@ -123,7 +123,7 @@ async def test_a_source_that_cannot_be_read_is_an_alarm_once_and_recovers(server
         await until(lambda: listener.reports)
         assert listener.heard == []
         server.behave()
-        server.preempt()
+        server.interrupt()
         await until(lambda: listener.heard)
         await until(lambda: len(listener.reports) == 2)
     assert listener.kinds == [NoticeKind.PREEMPT]
@@ -133,7 +133,7 @@ async def test_a_source_that_cannot_be_read_is_an_alarm_once_and_recovers(server
 async def test_somebody_else_answers(server: SimulatedGCP, monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy that answers TRUE to everything is not Google's server."""
     monkeypatch.setattr(server, "own_headers", dict)
-    server.preempt()
+    server.interrupt()
     async with watching(server) as listener:
         await until(lambda: listener.reports)
     assert listener.heard == []
@@ -146,6 +146,6 @@ async def test_refused_connections(server: SimulatedGCP) -> None:
         await server.stop()
         await until(lambda: listener.reports)
         await server.start()
-        server.preempt()
+        server.interrupt()
         await until(lambda: listener.heard)
     assert listener.kinds == [NoticeKind.PREEMPT]
