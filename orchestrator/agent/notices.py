@@ -73,8 +73,9 @@ class NoticeWatch:
         self._settings = settings
         self._clock = clock
         self._report = report
-        self._chosen = parse_notices(settings.notices)
-        self._clouds = Clouds(clock, settings.notice_addresses, settings.notice_look_seconds)
+        chosen = parse_notices(settings.notices)
+        self._chosen = chosen.names
+        self._clouds = Clouds(clock, chosen.addresses, settings.notice_look_seconds)
         self._watcher = Watcher(settings.node, clock, grace_seconds=settings.grace_seconds, tell=tell, report=report)
         self._pushed = Pushed()
         self._own_id: str | None = None

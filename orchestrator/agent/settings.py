@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -38,8 +37,6 @@ class AgentSettings(BaseModel):
     """Time that a signal, or a notice without a time, leaves."""
     notices: str = "none"
     """What is watched beside signals, as in the job's configuration."""
-    notice_addresses: Mapping[str, str] = {}
-    """Cloud → URL in place of its metadata service's address, for rehearsals: others are not asked then."""
     notice_look_seconds: float | None = None
     """Between two looks at a source; None: what is right for each."""
     acknowledge_notices: bool = False

@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +27,7 @@ from orchestrator.cli.terminal import output, print_json, size_text, table
 from orchestrator.errors import ConfigError, OrchestratorError
 
 if TYPE_CHECKING:
+    from orchestrator.config import Notices
     from orchestrator.preemption.base import Source
     from orchestrator.storage.base import ObjectStore
 
@@ -236,7 +237,7 @@ def _remove_if_empty(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ notices
 
 
-def check_notices(text: str, addresses: Mapping[str, str] | None = None) -> list[Finding]:
+def check_notices(text: str) -> list[Finding]:
     """Each source, read once; with auto, the cloud that this machine is on. Raises ConfigError."""
     from orchestrator.config import parse_notices
 
@@ -244,19 +245,21 @@ def check_notices(text: str, addresses: Mapping[str, str] | None = None) -> list
         chosen = parse_notices(text)
     except ValueError as error:
         raise ConfigError(f"--notices: {error}") from error
-    return asyncio.run(_read_sources(chosen, addresses or {}))
+    return asyncio.run(_read_sources(chosen))
 
 
-async def _read_sources(chosen: Sequence[str], addresses: Mapping[str, str]) -> list[Finding]:
+async def _read_sources(chosen: Notices) -> list[Finding]:
     from orchestrator.clock import SystemClock
     from orchestrator.preemption.clouds import Clouds
 
-    clouds, findings = Clouds(SystemClock(), addresses), []
+    clouds, findings = Clouds(SystemClock(), chosen.addresses), []
     try:
-        names = [name for name in chosen if name not in ("auto", "none")]
-        if "auto" in chosen:
+        names = [name for name in chosen.names if name not in ("auto", "none")]
+        if "auto" in chosen.names:
             cloud = await clouds.find()
-            found = "no cloud is found: signals only" if cloud is None else f"this machine is on {cloud}"
+            at = chosen.addresses.get("auto")
+            found = f"this machine is on {cloud}" if at is None else f"{at} answers as {cloud}"
+            found = "no cloud is found: signals only" if cloud is None else found
             findings.append(Finding(what="notices", level=OK, found=found))
             names += [cloud] if cloud is not None and cloud not in names else []
         for name in names:

@@ -83,13 +83,14 @@ def test_the_cloud_that_auto_finds_is_read() -> None:
     over = threading.Event()
     server = threading.Thread(target=lambda: asyncio.run(serve(urls.put, over)))
     server.start()
+    url = urls.get(timeout=10)
     try:
-        findings = check.check_notices("auto", {"aws": urls.get(timeout=10)})
+        findings = check.check_notices(f"auto@{url}")
     finally:
         over.set()
         server.join(20)
     assert [finding.level for finding in findings] == ["ok"] * 5
-    assert findings[0].found == "this machine is on aws"
+    assert findings[0].found == f"{url} answers as aws"
 
 
 def test_no_staging_folder(command: Command) -> None:
