@@ -112,6 +112,7 @@ class LocalJob:
                 notice_addresses=options.notice_addresses,
                 notice_look_seconds=options.notice_look_seconds,
                 acknowledge_notices=config.nodes_max == 1,
+                device_check_seconds=config.device_check_seconds,
             ).model_dump_json()
 
         scheduler = LocalScheduler(
