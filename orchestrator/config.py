@@ -74,6 +74,8 @@ class JobConfig(BaseModel):
     """How long the workers of a start may take until every rank has called attach; longer is a failure."""
     hang_seconds: Annotated[float, Field(ge=0, le=86400)] = 60.0
     """Without a step for longer than this, ten steps and twice the longest pause, a hang is suspected; 0: never."""
+    device_check_seconds: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    """How long each NVIDIA device of a node may take for the test before its first worker; 0: none is tested."""
     replacement_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """Local scheduler: how long a replacement for a lost node takes to come (rehearsals)."""
     staging: str = "/dev/shm"

@@ -41,6 +41,8 @@ class AgentSettings(BaseModel):
     """Between two looks at a source; None: what is right for each."""
     acknowledge_notices: bool = False
     """Once the supervisor lets this node go, its cloud may take the machine: nothing else of the job runs on it."""
+    device_check_seconds: float = 60.0
+    """How long each NVIDIA device may take for the test before the first worker; 0: none is tested."""
     attach_folder: Path | None = None
     """Attached mode: where workers that somebody else started announce themselves."""
     lost_after_seconds: float = 600.0

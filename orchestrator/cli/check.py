@@ -74,7 +74,7 @@ def check(
     """
     if job is not None and store is None:
         raise ConfigError("--job names a folder of the store: --store URL says which store")
-    findings = [*check_machine(), check_state_folder(), *check_staging(staging.absolute())]
+    findings = [*check_machine(), *check_devices(), check_state_folder(), *check_staging(staging.absolute())]
     if store is not None:
         findings += check_store(store, job)
     if notices is not None:
@@ -118,6 +118,28 @@ def check_clock(
         f"moved on by {passed:.3f} s in 0.02 s",
         "this machine's clock stands still or goes back: deadlines cannot be kept here",
     )
+
+
+def check_devices() -> Iterator[Finding]:
+    """NVIDIA devices as their driver sees them, where there are any, and whether its errors can be read."""
+    from orchestrator.health.gpu import NoAnswer, condemned_at_first, read_devices
+    from orchestrator.health.joining import has_devices
+    from orchestrator.health.kernel_log import KERNEL_LOG, KernelLog
+
+    if not has_devices():
+        return
+    found = read_devices()
+    if isinstance(found, NoAnswer):
+        yield Finding(what="devices", level=WARN, found=found.words, advice="without it no device is watched")
+        return
+    wrong = condemned_at_first(found)
+    yield _judge("devices", wrong is None, wrong or f"{len(found)} of NVIDIA's", "no job's node joins from here")
+    try:
+        KernelLog().close()
+        log = f"{KERNEL_LOG} can be read: errors of the driver (Xid) are seen"
+    except OSError as error:  # usual in containers, and no reason to worry
+        log = f"{KERNEL_LOG}: {error.strerror}: of the driver's errors only those that nvidia-smi counts are seen"
+    yield Finding(what="kernel log", level=OK, found=log)
 
 
 def check_state_folder() -> Finding:

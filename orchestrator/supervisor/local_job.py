@@ -109,6 +109,7 @@ class LocalJob:
                 notices=config.notices,
                 notice_look_seconds=options.notice_look_seconds,
                 acknowledge_notices=config.nodes_max == 1,
+                device_check_seconds=config.device_check_seconds,
             ).model_dump_json()
 
         scheduler = LocalScheduler(
