@@ -19,18 +19,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from orchestrator.clock import SystemClock
+from orchestrator.config import parse_notices
 from orchestrator.core.messages import NoticeReceived, WatcherReported
 from orchestrator.preemption.clouds import Clouds
 from orchestrator.preemption.watching import Watcher
-from orchestrator.testing.metadata import (
-    MetadataServer,
-    SimulatedAlibaba,
-    SimulatedAWS,
-    SimulatedAzure,
-    SimulatedGCP,
-    SimulatedTencent,
-    SimulatedVolcengine,
-)
+from orchestrator.testing.metadata import SERVICES
 
 PHASE_SECONDS = 3.0
 LIMIT_SECONDS = 30.0
@@ -39,13 +32,12 @@ LIMIT_SECONDS = 30.0
 async def one(name: str, servers: AsyncExitStack, draw: random.Random) -> float:
     """One announcement; seconds until it is told."""
     announce: Callable[[], None]
-    addresses = {}
     if name == "file":
         path = Path(servers.enter_context(tempfile.TemporaryDirectory())) / "leave"
-        announce, chosen = path.touch, f"file:{path}"
+        announce, chosen = path.touch, parse_notices(f"file:{path}")
     else:
-        server, announce = await _served(name, servers)
-        addresses, chosen = {name: server.url}, name
+        server = await servers.enter_async_context(SERVICES[name]())
+        announce, chosen = server.interrupt, parse_notices(f"{name}@{server.url}")
     told: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def tell(_: NoticeReceived) -> None:
@@ -55,10 +47,10 @@ async def one(name: str, servers: AsyncExitStack, draw: random.Random) -> float:
     def report(said: WatcherReported) -> None:
         raise AssertionError(said)
 
-    clouds = Clouds(SystemClock(), addresses or {"aws": "http://127.0.0.1:1"})
+    clouds = Clouds(SystemClock(), chosen.addresses)
     servers.push_async_callback(clouds.close)
     watcher = Watcher("node", SystemClock(), grace_seconds=30.0, tell=tell, report=report)
-    watching = asyncio.create_task(watcher.watch(clouds.sources_of(chosen)))
+    watching = asyncio.create_task(watcher.watch(clouds.sources_of(chosen.names[0])))
     try:
         await asyncio.sleep(0.5 + draw.random() * PHASE_SECONDS)
         began = time.monotonic()
@@ -69,28 +61,13 @@ async def one(name: str, servers: AsyncExitStack, draw: random.Random) -> float:
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _served(name: str, servers: AsyncExitStack) -> tuple[MetadataServer, Callable[[], None]]:
-    if name == "gcp":
-        gcp = await servers.enter_async_context(SimulatedGCP())
-        return gcp, gcp.preempt
-    if name == "azure":
-        azure = await servers.enter_async_context(SimulatedAzure())
-        return azure, lambda: azure.announce("event")
-    kinds = {"aws": SimulatedAWS, "alibaba": SimulatedAlibaba}
-    if name in kinds:
-        keyed = await servers.enter_async_context(kinds[name]())
-        return keyed, keyed.interrupt
-    plain = await servers.enter_async_context({"tencent": SimulatedTencent, "volcengine": SimulatedVolcengine}[name]())
-    return plain, plain.interrupt
-
-
 async def measure(rounds: int, seed: int) -> dict[str, list[float]]:
     """Seconds of each announcement, by source."""
     draw = random.Random(seed)
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         async with AsyncExitStack() as servers:
-            names = ("aws", "gcp", "azure", "alibaba", "tencent", "volcengine", "file")
+            names = (*SERVICES, "file")
             seconds = await asyncio.gather(*(one(name, servers, draw) for name in names))
             for name, value in zip(names, seconds, strict=True):
                 found.setdefault(name, []).append(value)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -30,6 +32,7 @@ NOTICE_SOURCES = (
     "oci",
     "webhook",
 )
+_LOOPBACK_URL = re.compile(r"http://(localhost|[0-9.]+|\[[0-9a-f:]+\])(?::([0-9]{1,5}))?/?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?\Z")
 
 
@@ -61,7 +64,8 @@ class JobConfig(BaseModel):
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Besides, the first checkpoint of every so many steps is kept for good; 0: none. Needs keep_last."""
     notices: str = "auto"
-    """What is watched beside signals: auto, none, or a list of clouds, webhook and file:/path, with commas."""
+    """What is watched beside signals: auto, none, or a list of clouds, webhook and file:/path, with commas.
+    In a rehearsal a cloud, or auto, is CLOUD@http://127.0.0.1:PORT."""
     grace_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """Seconds that a signal leaves where its sender does not say (30: what most clouds give at least)."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
@@ -74,6 +78,8 @@ class JobConfig(BaseModel):
     """How long the workers of a start may take until every rank has called attach; longer is a failure."""
     hang_seconds: Annotated[float, Field(ge=0, le=86400)] = 60.0
     """Without a step for longer than this, ten steps and twice the longest pause, a hang is suspected; 0: never."""
+    device_check_seconds: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    """How long each NVIDIA device of a node may take for the test before its first worker; 0: none is tested."""
     replacement_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """Local scheduler: how long a replacement for a lost node takes to come (rehearsals)."""
     staging: str = "/dev/shm"
@@ -202,20 +208,56 @@ class JobConfig(BaseModel):
         )
 
 
-def parse_notices(text: str) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notices:
+    """What `notices` names."""
+
+    names: tuple[str, ...]
+    """auto, none, clouds, webhook, file:/path; `byteplus` is volcengine."""
+    addresses: Mapping[str, str]
+    """Cloud → URL that is watched in place of its real metadata service; auto → URL that all other clouds are at."""
+
+
+def parse_notices(text: str) -> Notices:
     """The words of `notices`. Raises ValueError."""
-    words = tuple("volcengine" if word.strip() == "byteplus" else word.strip() for word in text.split(","))
-    for word in words:
-        path = word.removeprefix("file:") if word.startswith("file:") else None
-        if path is not None and not path.startswith("/"):
-            raise ValueError(f"{word!r}: a file is named by its whole path: file:/run/leave")
-        if path is None and word not in NOTICE_SOURCES:
-            raise ValueError(f"there is no source {word!r}; there are {', '.join(NOTICE_SOURCES)} and file:/path")
-    if len(set(words)) < len(words):
+    names: list[str] = []
+    addresses: dict[str, str] = {}
+    for word in (part.strip() for part in text.split(",")):
+        if word.startswith("file:"):
+            if not word.startswith("file:/"):
+                raise ValueError(f"{word!r}: a file is named by its whole path: file:/run/leave")
+            names.append(word)
+            continue
+        name, at, address = word.partition("@")
+        if name not in NOTICE_SOURCES:
+            raise ValueError(f"there is no source {name!r}; there are {', '.join(NOTICE_SOURCES)} and file:/path")
+        names.append("volcengine" if name == "byteplus" else name)
+        if at:
+            addresses[names[-1]] = _rehearsal_address(name, address)
+    if len(set(names)) < len(names):
         raise ValueError("one of the sources is named twice")
-    if "none" in words and len(words) > 1:
+    if "none" in names and len(names) > 1:
         raise ValueError("none stands alone")
-    return words
+    return Notices(names=tuple(names), addresses=addresses)
+
+
+def _rehearsal_address(name: str, text: str) -> str:
+    if name in ("none", "webhook"):
+        raise ValueError(f"{name} has no metadata service that could be at an address")
+    match = _LOOPBACK_URL.fullmatch(text)
+    if match is None or not _is_loopback(match[1]) or not 0 < int(match[2] or 80) < 65536:
+        raise ValueError(
+            f"{name}@{text}: an address is for rehearsals on this machine, as in {name}@http://127.0.0.1:8123; "
+            f"{name} alone watches the real service"
+        )
+    return text.rstrip("/")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

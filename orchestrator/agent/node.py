@@ -25,7 +25,7 @@ from orchestrator.agent.actions import StoreActions
 from orchestrator.agent.client import SupervisorClient
 from orchestrator.agent.gang import LocalGang
 from orchestrator.agent.handovers import HandOvers
-from orchestrator.agent.hostwatch import watch_devices, watch_host
+from orchestrator.agent.hostwatch import DeviceWatch, watch_host
 from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.inspection import inspect
 from orchestrator.agent.notices import NoticeWatch
@@ -48,10 +48,12 @@ from orchestrator.core.messages import (
     EndWorkers,
     Event,
     HandOver,
+    HostReported,
     LaunchWorkers,
     Look,
     Mode,
     NodeJoined,
+    NodeUnfit,
     NoticeKind,
     NoticeReceived,
     OpenGeneration,
@@ -121,6 +123,10 @@ class Agent:
         """Notices that stand, with the time at which each came."""
         self._watch = NoticeWatch(settings, ports.clock, self.notice, self.watcher_reported)
         self._blind: dict[str, WatcherReported] = {}
+        self._host_troubles: dict[str, HostReported] = {}
+        self._devices = self._device_watch(ports)
+        self._unfit: str | None = None
+        """Why this node does not join."""
         self._dismissed = False
         self._gang_actions: asyncio.Queue[GangAction] = asyncio.Queue()
         self._echo = settings.echo_output
@@ -141,10 +147,12 @@ class Agent:
         if handle_signals:
             for number in NOTICE_SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        if self._ports.reason_not_to_join is not None and self._settings.attach_folder is None:
+            self._unfit = await asyncio.to_thread(self._ports.reason_not_to_join)
         if self._ports.read_host is not None:
-            self._spawn(watch_host(self._settings.node, self._ports.read_host, self._post))
-        if self._ports.read_devices is not None:
-            self._spawn(watch_devices(self._settings.node, self._ports.read_devices, self._post))
+            self._spawn(watch_host(self._settings.node, self._ports.read_host, self.host_reported))
+        if self._devices is not None:
+            self._spawn(self._devices.run())
         client = asyncio.create_task(self._client.run())
         looking = asyncio.create_task(self._look_for_ever())
         obeying = asyncio.create_task(self._obey_for_ever())
@@ -186,6 +194,11 @@ class Agent:
         with contextlib.suppress(OSError):  # the run's folder, if this was the last of its nodes here
             self._settings.staging.parent.rmdir()
 
+    def _device_watch(self, ports: AgentPorts) -> DeviceWatch | None:
+        if ports.read_devices is None:
+            return None
+        return DeviceWatch(self._settings.node, ports.read_devices, ports.new_kernel_log_lines, self.host_reported)
+
     def _post(self, event: Event) -> None:
         self._channel.post(event)
 
@@ -194,6 +207,9 @@ class Agent:
         self._supervisors_met += 1
         while not self._gang_actions.empty():  # of the supervisor before: the new one goes by what is done, not asked
             self._gang_actions.get_nowait()
+        if self._unfit is not None:
+            self._post(NodeUnfit(node=self._settings.node, reason=self._unfit))
+            return  # the supervisor gives this node back
         now = self._clock.monotonic()
         adopts = self._settings.attach_folder is not None
         running = None if self._gang is None or adopts else self._gang.returned(self._saves)
@@ -203,7 +219,7 @@ class Agent:
         for notice, since in self._notices.values():
             left = notice.remaining_seconds
             self._post(replace(notice, remaining_seconds=None if left is None else left - (now - since)))
-        for report in self._blind.values():
+        for report in chain[Event](self._blind.values(), self._host_troubles.values()):
             self._post(report)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -237,6 +253,14 @@ class Agent:
             self._blind.pop(report.source, None)
         else:
             self._blind[report.source] = report
+        self._post(report)
+
+    def host_reported(self, report: HostReported) -> None:
+        """Something is wrong with the host or a device, or is well again."""
+        if report.problem is None:
+            self._host_troubles.pop(report.what, None)
+        else:
+            self._host_troubles[report.what] = report
         self._post(report)
 
     def _on_signal(self, number: int) -> None:
@@ -493,6 +517,8 @@ class Agent:
             return
         self._look()  # what it staged and published before it went comes first
         self._copy_output()
+        if self._devices is not None:
+            self._devices.look_at_log()  # what condemns the node is known before its exit has any consequence
         for slot in worker.control.slots():
             if slot.state is SlotState.WRITING:
                 worker.control.free_slot(slot.index)

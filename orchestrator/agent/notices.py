@@ -75,11 +75,11 @@ class NoticeWatch:
         self._settings = settings
         self._clock = clock
         self._report = report
-        self._chosen = parse_notices(settings.notices)
-        self._clouds = Clouds(clock, settings.notice_addresses, settings.notice_look_seconds)
-        self._watcher = Watcher(
-            settings.node, clock, grace_seconds=settings.grace_seconds or GRACE_SECONDS, tell=tell, report=report
-        )
+        chosen = parse_notices(settings.notices)
+        self._chosen = chosen.names
+        self._clouds = Clouds(clock, chosen.addresses, settings.notice_look_seconds)
+        grace_seconds = settings.grace_seconds or GRACE_SECONDS
+        self._watcher = Watcher(settings.node, clock, grace_seconds=grace_seconds, tell=tell, report=report)
         self._pushed = Pushed()
         self._own_id: str | None = None
         self.watched: tuple[str, ...] = ()

@@ -22,8 +22,10 @@ from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.workers import ProcessRuntime, Worker
 from orchestrator.certificates import client_context
 from orchestrator.clock import Clock, SystemClock
-from orchestrator.health.gpu import Device, read_devices
+from orchestrator.health.gpu import NVIDIA_SMI, Answer, read_devices
 from orchestrator.health.host import HostReading, read_host
+from orchestrator.health.joining import has_devices, reason_not_to_join
+from orchestrator.health.kernel_log import KernelLog
 from orchestrator.health.progress import Reading
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.filesystem import FolderStore
@@ -85,8 +87,12 @@ class AgentPorts:
     """In a thread of its own."""
     read_host: Callable[[], HostReading] | None = None
     """Without it the host is not watched."""
-    read_devices: Callable[[], tuple[Device, ...] | None] | None = None
+    read_devices: Callable[[], Answer] | None = None
     """Without it no device is watched."""
+    new_kernel_log_lines: Callable[[], list[str]] | None = None
+    """What the kernel's log got since the last call, or since it was opened; waits for nothing. None: not readable."""
+    reason_not_to_join: Callable[[], str | None] | None = None
+    """Tests the node's devices, for as long as that takes. Without it every node joins."""
     look_seconds_busy: float = 0.005
     """Between two looks at the control blocks while an agreement is open."""
     look_seconds_idle: float = 0.05
@@ -96,6 +102,7 @@ def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
     """Processes, sockets and clocks of this machine."""
     folders = [settings.logs, *([Path(store.url)] if isinstance(store, FolderStore) else [])]
     trusted = client_context(settings.identity.certificate if settings.identity else None)
+    watches_devices = shutil.which(NVIDIA_SMI) is not None
     return AgentPorts(
         store=store,
         clock=SystemClock(),
@@ -104,5 +111,18 @@ def real_ports(settings: AgentSettings, store: ObjectStore) -> AgentPorts:
         object_server=HttpObjectServer(settings.identity),
         open_peer=lambda url, token: PeerStore(url, token, tls=trusted),
         read_host=lambda: read_host(folders),
-        read_devices=read_devices if shutil.which("nvidia-smi") else None,
+        read_devices=read_devices if watches_devices else None,
+        new_kernel_log_lines=_kernel_log() if watches_devices else None,
+        reason_not_to_join=_device_check(settings.device_check_seconds),
     )
+
+
+def _device_check(seconds: float) -> Callable[[], str | None] | None:
+    return (lambda: reason_not_to_join(seconds)) if seconds > 0 and has_devices() else None
+
+
+def _kernel_log() -> Callable[[], list[str]] | None:
+    try:
+        return KernelLog().new_lines
+    except OSError:  # in most containers, and where it is kept from everybody but root: `orchestrator check` says so
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -42,12 +41,12 @@ class AgentSettings(BaseModel):
     """Time that a signal, or a notice without a time, leaves; None: somebody else says so (Slurm's controller)."""
     notices: str = "none"
     """What is watched beside signals, as in the job's configuration."""
-    notice_addresses: Mapping[str, str] = {}
-    """Cloud → URL in place of its metadata service's address, for rehearsals: others are not asked then."""
     notice_look_seconds: float | None = None
     """Between two looks at a source; None: what is right for each."""
     acknowledge_notices: bool = False
     """Once the supervisor lets this node go, its cloud may take the machine: nothing else of the job runs on it."""
+    device_check_seconds: float = 60.0
+    """How long each NVIDIA device may take for the test before the first worker; 0: none is tested."""
     attach_folder: Path | None = None
     """Attached mode: where workers that somebody else started announce themselves."""
     lost_after_seconds: float = 600.0

@@ -204,8 +204,9 @@ class SlotFile:
             folder, needed = self.path.parent, size_bytes / 2**20
             free = shutil.disk_usage(folder).free / 2**20
             raise RefusedError(
-                f"{folder} has {free:.0f} MiB left, a staging slot needs {needed:.0f} MiB: give it more "
-                "(for /dev/shm: mount -o remount,size=…, or a memory volume) or name another folder with --staging"
+                f"{folder} has {free:.0f} MiB left, a staging slot needs {needed:.0f} MiB, and each rank has two: give "
+                "it more (for /dev/shm: mount -o remount,size=…, in a container --shm-size or a memory volume) or name "
+                "another folder with --staging"
             ) from error
         finally:
             os.close(handle)

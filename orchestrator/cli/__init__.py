@@ -29,7 +29,7 @@ VERBS: Mapping[str, str] = {
     "cancel": "End a job for good.",
     "checkpoints": "List, show and verify checkpoints.",
     "check": "Check this machine, the store and the staging folder.",
-    "drill": "Rehearse failures on a running job.",
+    "drill": "Rehearse failures and notices.",
     "simulate": "Replay a spot trace: what would be left of the machines' time?",
     "demo": "Lose a machine in the middle of a small training and resume exactly.",
 }

@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +27,7 @@ from orchestrator.cli.terminal import output, print_json, size_text, table
 from orchestrator.errors import ConfigError, OrchestratorError
 
 if TYPE_CHECKING:
+    from orchestrator.config import Notices
     from orchestrator.preemption.base import Source
     from orchestrator.storage.base import ObjectStore
 
@@ -73,7 +74,7 @@ def check(
     """
     if job is not None and store is None:
         raise ConfigError("--job names a folder of the store: --store URL says which store")
-    findings = [*check_machine(), check_state_folder(), *check_staging(staging.absolute())]
+    findings = [*check_machine(), *check_devices(), check_state_folder(), *check_staging(staging.absolute())]
     if store is not None:
         findings += check_store(store, job)
     if notices is not None:
@@ -117,6 +118,28 @@ def check_clock(
         f"moved on by {passed:.3f} s in 0.02 s",
         "this machine's clock stands still or goes back: deadlines cannot be kept here",
     )
+
+
+def check_devices() -> Iterator[Finding]:
+    """NVIDIA devices as their driver sees them, where there are any, and whether its errors can be read."""
+    from orchestrator.health.gpu import NoAnswer, condemned_at_first, read_devices
+    from orchestrator.health.joining import has_devices
+    from orchestrator.health.kernel_log import KERNEL_LOG, KernelLog
+
+    if not has_devices():
+        return
+    found = read_devices()
+    if isinstance(found, NoAnswer):
+        yield Finding(what="devices", level=WARN, found=found.words, advice="without it no device is watched")
+        return
+    wrong = condemned_at_first(found)
+    yield _judge("devices", wrong is None, wrong or f"{len(found)} of NVIDIA's", "no job's node joins from here")
+    try:
+        KernelLog().close()
+        log = f"{KERNEL_LOG} can be read: errors of the driver (Xid) are seen"
+    except OSError as error:  # usual in containers, and no reason to worry
+        log = f"{KERNEL_LOG}: {error.strerror}: of the driver's errors only those that nvidia-smi counts are seen"
+    yield Finding(what="kernel log", level=OK, found=log)
 
 
 def check_state_folder() -> Finding:
@@ -236,7 +259,7 @@ def _remove_if_empty(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ notices
 
 
-def check_notices(text: str, addresses: Mapping[str, str] | None = None) -> list[Finding]:
+def check_notices(text: str) -> list[Finding]:
     """Each source, read once; with auto, the cloud that this machine is on. Raises ConfigError."""
     from orchestrator.config import parse_notices
 
@@ -244,19 +267,21 @@ def check_notices(text: str, addresses: Mapping[str, str] | None = None) -> list
         chosen = parse_notices(text)
     except ValueError as error:
         raise ConfigError(f"--notices: {error}") from error
-    return asyncio.run(_read_sources(chosen, addresses or {}))
+    return asyncio.run(_read_sources(chosen))
 
 
-async def _read_sources(chosen: Sequence[str], addresses: Mapping[str, str]) -> list[Finding]:
+async def _read_sources(chosen: Notices) -> list[Finding]:
     from orchestrator.clock import SystemClock
     from orchestrator.preemption.clouds import Clouds
 
-    clouds, findings = Clouds(SystemClock(), addresses), []
+    clouds, findings = Clouds(SystemClock(), chosen.addresses), []
     try:
-        names = [name for name in chosen if name not in ("auto", "none")]
-        if "auto" in chosen:
+        names = [name for name in chosen.names if name not in ("auto", "none")]
+        if "auto" in chosen.names:
             cloud = await clouds.find()
-            found = "no cloud is found: signals only" if cloud is None else f"this machine is on {cloud}"
+            at = chosen.addresses.get("auto")
+            found = f"this machine is on {cloud}" if at is None else f"{at} answers as {cloud}"
+            found = "no cloud is found: signals only" if cloud is None else found
             findings.append(Finding(what="notices", level=OK, found=found))
             names += [cloud] if cloud is not None and cloud not in names else []
         for name in names:

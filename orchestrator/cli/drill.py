@@ -1,4 +1,4 @@
-"""`orchestrator drill`: rehearse failures on a running job of this machine: a notice, a kill, a stall.
+"""`orchestrator drill`: rehearse failures on a running job of this machine: a notice, a kill, a stall, a cloud's word.
 
 Signals go only to processes that the job's own supervisor started: user, start time and ancestry are checked on the
 very process (a pidfd), so that a reused pid is never hit.
@@ -6,14 +6,17 @@ very process (a pidfd), so that a reused pid is never hit.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +24,10 @@ from orchestrator.cli.client import connect
 from orchestrator.cli.terminal import say
 from orchestrator.errors import ConfigError, SupervisorError
 from orchestrator.schedulers.leftovers import start_ticks
+
+if TYPE_CHECKING:
+    from orchestrator.testing.machines import Machines
+    from orchestrator.testing.metadata import Fault
 
 ANCESTORS_MAX = 64
 
@@ -89,6 +96,108 @@ def _let_go_on(handle: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+# -------------------------------------------------------------------------------------- a metadata service
+
+
+class FaultName(StrEnum):
+    """How a metadata service misbehaves."""
+
+    UNAUTHORIZED = "unauthorized"
+    ERROR = "error"
+    SLOW = "slow"
+    PAGE = "page"
+    CUT = "cut"
+
+
+@drill.command()
+def metadata(
+    cloud: Annotated[str, typer.Argument(metavar="CLOUD", help="aws, gcp, azure, alibaba, tencent or volcengine.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where it listens on 127.0.0.1; 0: a free port.")] = 0,
+    after: Annotated[
+        float, typer.Option(min=0, max=86400, metavar="SECONDS", help="From the first request to the announcement.")
+    ] = 30.0,
+    deadline: Annotated[
+        float | None,
+        typer.Option(min=0, max=86400, metavar="SECONDS", help="Time until it goes; the cloud's usual if not given."),
+    ] = None,
+    fault: Annotated[FaultName | None, typer.Option(help="How the service misbehaves until the announcement.")] = None,
+) -> None:
+    """Serve a cloud's metadata on this machine, and announce there that the machine is taken, until Ctrl-C.
+
+    What is printed is for `run`, which watches this in place of the cloud: notice, save, commit and restart are real.
+    """
+    from orchestrator.testing.machines import Machines
+    from orchestrator.testing.metadata import SERVICES
+
+    if cloud not in SERVICES:
+        raise ConfigError(f"CLOUD: the metadata of {cloud!r} announce nothing; those of {', '.join(SERVICES)} do")
+    service = SERVICES[cloud]
+    if deadline is not None and service.lead_seconds is None:
+        raise ConfigError(f"--deadline: the metadata of {cloud} say no time; `run --grace-seconds` is what is taken")
+    machines = Machines(service)
+    if fault is not None:
+        machines.misbehave(_faults()[fault])
+    asyncio.run(_serve(machines, cloud, port, after, deadline))
+
+
+async def _serve(machines: Machines, cloud: str, port: int, after: float, deadline: float | None) -> None:
+    try:
+        await machines.start(port)
+    except OSError as error:
+        raise ConfigError(f"--port: cannot listen at 127.0.0.1:{port}: {os.strerror(error.errno or 0)}") from error
+    announcing = asyncio.create_task(_announce(machines, after, deadline))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, announcing.cancel)
+    say(f"the metadata of {cloud}, simulated, for jobs that are run with these words; Ctrl-C ends it")
+    sys.stdout.write(f"--notices {cloud}@http://127.0.0.1:{machines.port}\n")
+    sys.stdout.flush()
+    try:
+        await announcing
+    except asyncio.CancelledError:
+        say("ended")
+    finally:
+        await machines.stop()
+
+
+async def _announce(machines: Machines, after: float, deadline: float | None) -> None:
+    """The notice, and what becomes of it; never ends by itself."""
+    from orchestrator.testing.metadata import SimulatedAzure
+
+    await machines.until(lambda: machines.all)
+    say(f"{machines.all[0]} has asked first; the notice comes in {after:g} s")
+    await asyncio.sleep(after)
+    machines.behave()
+    await machines.until(lambda: machines.present)
+    machine = machines.present[-1]
+    server = machine.server
+    left = server.lead_seconds if deadline is None else deadline
+    server.interrupt(left)
+    say(f"announced to {machine}: its machine goes {'soon, no time is said' if left is None else f'in {left:g} s'}")
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(left):
+            await machines.until(lambda: machine.gone)
+    except TimeoutError:
+        say(f"the time is over, and {machine} still runs: a cloud would have taken its machine by now")
+        await machines.until(lambda: machine.gone)
+    if isinstance(server, SimulatedAzure) and server.acknowledged:
+        say(f"{machine} has acknowledged it")
+    say(f"{machine} has ended, {time.monotonic() - began:.1f} s after the announcement; no other is told anything")
+    await asyncio.Event().wait()
+
+
+def _faults() -> dict[FaultName, Fault]:
+    from orchestrator.testing.metadata import Body, Cut, Slow, Status, Unauthorized
+
+    return {
+        FaultName.UNAUTHORIZED: Unauthorized(),
+        FaultName.ERROR: Status(),
+        FaultName.SLOW: Slow(),
+        FaultName.PAGE: Body(body=b"<html>please log in</html>"),
+        FaultName.CUT: Cut(),
+    }
 
 
 # ------------------------------------------------------------------------------------------- who is meant

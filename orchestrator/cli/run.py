@@ -65,7 +65,10 @@ def run(
         str | None, typer.Option(metavar="S", help="Time that a signal leaves where its sender does not say.")
     ] = None,
     notices: Annotated[
-        str | None, typer.Option(metavar="WHAT", help="auto, none, or clouds, webhook, file:/path, with commas.")
+        str | None,
+        typer.Option(
+            metavar="WHAT", help="auto, none, or clouds, webhook, file:/path with commas; CLOUD@URL: see drill."
+        ),
     ] = None,
     max_failures: Annotated[
         str | None, typer.Option(metavar="N", help="Failures from one checkpoint before an older one, or the end.")

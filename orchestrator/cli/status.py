@@ -129,7 +129,7 @@ def _nodes(now: dict[str, Any]) -> RenderableType:
 
 def _leaving(node: dict[str, Any]) -> str:
     if not node["going"]:
-        return "here"
+        return f"here, but not for another generation: {'; '.join(node['condemned'])}" if node["condemned"] else "here"
     left = node["seconds_left"]
     return "will go" if left is None else f"will go in {duration_text(max(0.0, left))}"
 

@@ -35,7 +35,7 @@ def fail_gang(turn: Turn, reason: str) -> None:
 def do_without(turn: Turn, node: str, why: str) -> None:
     """Something speaks against a node: it is given back before the next gang is formed, if that leaves enough nodes."""
     job = turn.job
-    rest = job.available_count - (node in job.nodes and node not in job.going)
+    rest = sum(name != node and name not in job.unwanted for name in job.available)
     if rest >= min(job.spec.nodes_min, job.wanted_nodes):
         turn.set(unwanted={**job.unwanted, node: why})
 

@@ -8,6 +8,7 @@ from orchestrator.core import (
     breaking,
     finishing,
     hanging,
+    hosts,
     leaving,
     losses,
     nearby,
@@ -25,6 +26,7 @@ from orchestrator.core.messages import (
     GenerationRefused,
     LaunchWorkers,
     NodeJoined,
+    NodeUnfit,
     OpenGeneration,
     Outcome,
     RankAttached,
@@ -53,6 +55,16 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     turn.note("node joined", f"{counted(event.workers, 'worker')} can run there", node=event.node)
     if event.returned is not None:
         returning.on_gang_returned(turn, event.returned)
+
+
+def on_node_unfit(turn: Turn, event: NodeUnfit) -> None:
+    """A node has found its devices not fit for a worker: it is given back, and never joins."""
+    job = turn.job
+    if event.node in job.nodes or event.node in job.given_back:
+        return
+    turn.set(nodes_requested=max(0, job.nodes_requested - 1), expected=job.expected - {event.node})
+    turn.note("node unfit", event.reason, node=event.node)
+    turn.do(ReleaseNode(node=event.node, reason=event.reason))
 
 
 def consider(turn: Turn) -> None:
@@ -87,7 +99,7 @@ def consider(turn: Turn) -> None:
         turn.set(since_seconds=turn.now, ended_at_seconds=None)
         return
     since_seconds = job.since_seconds if job.ended_at_seconds is None else job.ended_at_seconds
-    if size.could_grow and turn.now - since_seconds < patience:
+    if (size.could_grow or job.condemned) and turn.now - since_seconds < patience:
         return
     members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
@@ -98,25 +110,30 @@ def consider(turn: Turn) -> None:
 
 
 def request_missing(turn: Turn) -> None:
-    """Ask the scheduler for the nodes that are wanted and neither there nor asked for."""
+    """Ask the scheduler for the nodes that are wanted and neither there nor asked for.
+
+    In place of a condemned node another one is asked for once its gang has ended: it may train on for long.
+    """
     job = turn.job
     if job.ending is not None or job.spec.attached:
         return
-    missing = job.wanted_nodes - job.available_count - job.nodes_requested
+    there = job.sound_count if job.phase is Phase.GATHERING else job.available_count
+    missing = job.wanted_nodes - there - job.nodes_requested
     if missing > 0:
         turn.set(nodes_requested=job.nodes_requested + missing)
-        turn.do(
-            RequestNodes(count=missing, reason=f"{job.available_count} of {job.wanted_nodes} wanted nodes are there")
-        )
+        turn.do(RequestNodes(count=missing, reason=f"{there} of {job.wanted_nodes} wanted nodes are there"))
 
 
 def _give_back(turn: Turn) -> None:
+    for name in sorted(turn.job.condemned - turn.job.going):
+        breaking.do_without(turn, name, "; ".join(turn.job.nodes[name].condemned.values()))
     job = turn.job
     too_many = job.nodes_requested == 0 and job.available_count > job.wanted_nodes
     unwanted = {name: why for name, why in job.unwanted.items() if name in job.nodes}
     if job.spec.attached or not (too_many or job.going or unwanted):
         return
-    extra = set(job.available[job.wanted_nodes :]) if too_many else set()
+    staying = [name for name in job.available if name not in unwanted]
+    extra = set(staying[job.wanted_nodes :]) if too_many else set()
     for name, node in list(job.nodes.items()):
         if node.going:
             release(turn, name, "it was announced to go, and nothing of it is needed any more")
@@ -200,6 +217,9 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     hanging.begin(turn)
     straggling.begin(turn)
     losses.begin(turn)
+    for name in gang.nodes:
+        if name in job.condemned:
+            turn.note(hosts.HOST_TROUBLE, "it is used again: there are too few other nodes", node=name)
     turn.go(Trigger.OPENED)
     for place in gang.places:
         turn.do(

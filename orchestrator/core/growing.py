@@ -44,12 +44,12 @@ def is_replaced(turn: Turn) -> bool:
 
 
 def _size(turn: Turn) -> int:
-    """How many of the nodes that are there a new gang would have; 0 if no other gang can be formed."""
+    """How many nodes a new gang would have of those that are there and sound; 0 if no other gang can be formed."""
     job = turn.job
     if job.gang is None or job.spec.attached:
         return 0
     size = choose_size(
-        available=job.available_count,
+        available=job.sound_count,
         nodes_min=1,
         nodes_wanted=job.wanted_nodes,
         workers_per_node=job.spec.workers_per_node,
@@ -63,5 +63,6 @@ def _could_join(turn: Turn) -> list[str]:
     job = turn.job
     assert job.gang is not None
     members = set(job.gang.nodes)
-    chosen = order(available=job.available, previous=job.gang.nodes)[: _size(turn)]
+    sound = [name for name in job.available if name not in job.condemned]
+    chosen = order(available=sound, previous=job.gang.nodes)[: _size(turn)]
     return [node for node in chosen if node not in members]

@@ -55,9 +55,10 @@ def _ask_for(turn: Turn, save: Save) -> None:
 
 
 def _peers(turn: Turn) -> list[str]:
-    """Nodes that stay: of the gang if possible, for they have an interest in it."""
+    """Nodes that stay: sound ones of the gang if possible, for they have an interest in it."""
     staying = [name for name in turn.gang_nodes() if name not in turn.job.going]
-    return staying or list(turn.job.available)
+    sound = [name for name in staying if name not in turn.job.condemned]
+    return sound or staying or list(turn.job.available)
 
 
 def _would_be_lost(turn: Turn, save: Save, name: str, rank: int) -> bool:

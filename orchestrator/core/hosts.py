@@ -1,4 +1,7 @@
-"""What nodes say of the hosts under them: an event, and nothing else. Pure; see `core.states`."""
+"""What nodes say of the hosts under them: told, and what condemns a node is remembered. Pure; see `core.states`.
+
+A condemned node trains on. `forming` gives it back before the next generation, if the job can do without it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,24 @@ HOST_WELL = "host well"
 
 def on_reported(turn: Turn, event: HostReported) -> None:
     """Told once by its node, and once more when it is over."""
-    if event.node not in turn.job.nodes:
+    node = turn.job.nodes.get(event.node)
+    if node is None:
         return
-    well = f"{event.what} is well again"
-    turn.note(HOST_WELL if event.problem is None else HOST_TROUBLE, event.problem or well, node=event.node)
+    if event.problem is None:
+        _condemn(turn, event, None)
+        turn.note(HOST_WELL, f"{event.what} is well again", node=event.node)
+        return
+    condemns = event.condemns and not turn.job.spec.attached  # nobody else could run an attached script's ranks
+    _condemn(turn, event, event.problem if condemns else None)
+    then = "; the node is not used for another generation if there are enough others" if condemns else ""
+    facts = turn.facts(condemns=True) if condemns else {}
+    turn.note(HOST_TROUBLE, event.problem + then, node=event.node, facts=facts)
+
+
+def _condemn(turn: Turn, event: HostReported, why: str | None) -> None:
+    before = turn.job.nodes[event.node].condemned
+    condemned = {what: words for what, words in before.items() if what != event.what}
+    if why is not None:
+        condemned[event.what] = why
+    if condemned != before:
+        turn.set_node(event.node, condemned=condemned)

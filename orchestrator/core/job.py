@@ -48,6 +48,7 @@ from orchestrator.core.messages import (
     NodeJoined,
     NodeLost,
     NodesFound,
+    NodeUnfit,
     NoticeReceived,
     Passed,
     Paused,
@@ -93,6 +94,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
     match event:
         case NodeJoined():
             forming.on_node_joined(turn, event)
+        case NodeUnfit():
+            forming.on_node_unfit(turn, event)
         case NodesFound():
             returning.on_nodes_found(turn, event)
         case NodeLost():

@@ -134,6 +134,14 @@ class NodeJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUnfit:
+    """An agent that will not join: what it found wrong with its devices before its first worker."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodesFound:
     """Nodes that an earlier supervisor of this run left running, as the scheduler sees them."""
 
@@ -283,8 +291,10 @@ class HostReported:
 
     node: str
     what: str
-    """A folder, memory, or a device."""
+    """A folder, memory, a device, or one of a device's errors."""
     problem: str | None
+    condemns: bool = False
+    """The node is not to be in the next generation, if the job can do without; the present one goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,6 +510,7 @@ class Tick:
 
 Event = (
     NodeJoined
+    | NodeUnfit
     | NodesFound
     | NodeLost
     | NoticeReceived

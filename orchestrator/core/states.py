@@ -171,6 +171,8 @@ class Node:
     """Ids of what says that it may go."""
     blind: tuple[str, ...] = ()
     """Sources whose notices it cannot see."""
+    condemned: Mapping[str, str] = field(default_factory=dict)
+    """What speaks against using it in another generation: a device or an error of it → in words."""
     joined_at_seconds: float = 0.0
     objects_url: str = ""
     """Where peers read its staged shards; empty where they cannot."""
@@ -247,6 +249,8 @@ class Job(Changeable):
     nodes: Mapping[str, Node] = field(default_factory=dict)
     going: frozenset[str] = frozenset()
     """The nodes that a notice has named."""
+    condemned: frozenset[str] = frozenset()
+    """The nodes that are only used again if there are too few others."""
     expected: frozenset[str] = frozenset()
     """Nodes that an earlier supervisor left running and that may still report."""
     unwanted: Mapping[str, str] = field(default_factory=dict)
@@ -354,3 +358,8 @@ class Job(Changeable):
     def available_count(self) -> int:
         """How many connected nodes no notice has named."""
         return len(self.nodes) - len(self.going)
+
+    @property
+    def sound_count(self) -> int:
+        """How many of them are not condemned either."""
+        return len(self.nodes) - len(self.going | self.condemned)

@@ -71,15 +71,15 @@ class Turn:
         self._put_node(Node(name=name, objects_url=objects_url, joined_at_seconds=self.now))
 
     def _put_node(self, node: Node) -> None:
-        going = self.job.going
-        if node.going is not (node.name in going):
-            going = going | {node.name} if node.going else going - {node.name}
-        self.set(nodes={**self.job.nodes, node.name: node}, going=going)
+        job = self.job
+        going = _with(job.going, node.name, node.going)
+        condemned = _with(job.condemned, node.name, bool(node.condemned))
+        self.set(nodes={**job.nodes, node.name: node}, going=going, condemned=condemned)
 
     def remove_node(self, name: str) -> None:
         """A node does not exist for the job any more."""
         rest = {key: value for key, value in self.job.nodes.items() if key != name}
-        self.set(nodes=rest, going=self.job.going - {name})
+        self.set(nodes=rest, going=self.job.going - {name}, condemned=self.job.condemned - {name})
 
     def lose_member(self, name: str) -> None:
         """A node of the gang is gone, with its ranks and its memory."""
@@ -120,3 +120,9 @@ class Turn:
     def is_present(self, generation: int) -> bool:
         """Whether a message belongs to the present generation; every other is ignored."""
         return self.job.gang is not None and self.job.gang.generation == generation
+
+
+def _with(names: frozenset[str], name: str, there: bool) -> frozenset[str]:
+    if there is (name in names):
+        return names
+    return names | {name} if there else names - {name}

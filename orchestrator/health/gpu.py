@@ -6,18 +6,32 @@ from nvidia-smi's documentation and never run on a device; what a driver does no
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from orchestrator.health.trouble import Trouble
+from orchestrator.health.xid import bus_address, needs_reset
+
 ANSWER_SECONDS_MAX = 30.0
+GIVE_UP_SECONDS = 1.0
+"""A process that a driver holds does not even end by SIGKILL: nobody waits for it any longer."""
 STATE = (
     "uuid",
+    "pci.bus_id",
     "temperature.gpu",
     "ecc.errors.uncorrected.volatile.total",
     "clocks_throttle_reasons.hw_thermal_slowdown",
 )
 ROWS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
+ACTION = ("uuid", "gpu_recovery_action")
+GPU_IS_LOST = 15
+"""nvidia-smi's exit status (NVML's error) where a device has fallen off the bus or cannot be reached."""
+_LOST = re.compile(r"GPU is lost|Unable to determine the device handle for GPU|fallen off the bus")
+NVIDIA_SMI = "nvidia-smi"
+NOTHING = ("0", "No", "None", "N/A", "[N/A]", "[Not Supported]", "")
 Run = Callable[[Sequence[str]], str]
 """Runs a command; its output. Raises OSError or subprocess.SubprocessError."""
 
@@ -34,71 +48,153 @@ class Device:
     """The hardware has slowed it down for its heat."""
     rows_pending: bool = False
     rows_failed: bool = False
+    action: str = ""
+    """What the driver asks for to recover the device, in its words; drivers since R565."""
+    address: str = ""
+    """On the bus, see `xid.bus_address`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoAnswer:
+    """nvidia-smi says nothing of any device."""
+
+    words: str
+    lost: bool = False
+    """For the reason that a device is lost."""
+
+
+Devices = tuple[Device, ...]
+Answer = Devices | NoAnswer
 
 
 def run_command(command: Sequence[str]) -> str:
-    """See `Run`."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS_MAX, check=True)
-    return done.stdout
+    """See `Run`. A process that does not end within the limit is killed, and left alone if that does not help."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        output, _ = process.communicate(timeout=ANSWER_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=GIVE_UP_SECONDS)
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output)
+    return output
 
 
-def read_devices(run: Run = run_command) -> tuple[Device, ...] | None:
-    """All devices; None where nvidia-smi does not answer."""
+def read_devices(run: Run = run_command) -> Answer:
+    """All devices."""
     try:
-        lines = _table(run(["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader,nounits"]))
-    except (OSError, subprocess.SubprocessError):
-        return None
+        lines = _table(run(_query("--query-gpu", STATE)))
+    except (OSError, subprocess.SubprocessError) as error:
+        return _no_answer(error)
+    rows = _by_device(run, "--query-remapped-rows", ROWS)  # not for devices before Ampere
+    actions = _by_device(run, "--query-gpu", ACTION)  # not by drivers before R565
+    return tuple(
+        _device(line, rows.get(line[0], ()), actions.get(line[0], ())) for line in lines if len(line) == len(STATE)
+    )
+
+
+def _query(kind: str, fields: Sequence[str]) -> list[str]:
+    return [NVIDIA_SMI, f"{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+
+def _by_device(run: Run, kind: str, fields: Sequence[str]) -> dict[str, Sequence[str]]:
+    """What only some drivers know: by the device's uuid, which is the first field."""
     try:
-        rows = _table(run(["nvidia-smi", f"--query-remapped-rows={','.join(ROWS)}", "--format=csv,noheader"]))
+        lines = _table(run(_query(kind, fields)))
     except (OSError, subprocess.SubprocessError):
-        rows = []  # drivers and devices before Ampere
-    remapped = {row[0]: row for row in rows if len(row) == len(ROWS)}
-    return tuple(_device(line, remapped.get(line[0])) for line in lines if len(line) == len(STATE))
+        return {}
+    return {line[0]: line[1:] for line in lines if len(line) == len(fields)}
+
+
+def _no_answer(error: Exception) -> NoAnswer:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return NoAnswer(words=f"nvidia-smi does not answer within {error.timeout:.0f} s: the driver may hang")
+    if not isinstance(error, subprocess.CalledProcessError):
+        return NoAnswer(words=f"nvidia-smi cannot be run: {error}")
+    said = " ".join(str(error.output or "").split())[:200]
+    how = f"nvidia-smi exits with status {error.returncode}" + (f": {said}" if said else "")
+    return NoAnswer(words=how, lost=error.returncode == GPU_IS_LOST or _LOST.search(said) is not None)
 
 
 def _table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
 
 
-def _device(line: list[str], row: list[str] | None) -> Device:
-    uuid, celsius, errors, hot = line
+def _device(line: Sequence[str], rows: Sequence[str], action: Sequence[str]) -> Device:
+    uuid, address, celsius, errors, hot = line
+    pending, failed = rows or ("", "")
+    asked = action[0] if action else ""
     return Device(
         uuid=uuid,
         celsius=int(celsius) if celsius.isdigit() else None,
         uncorrected_errors=int(errors) if errors.isdigit() else None,
         too_hot=hot == "Active",
-        rows_pending=row is not None and row[1] not in ("0", "No", "N/A", "[N/A]"),
-        rows_failed=row is not None and row[2] not in ("0", "No", "N/A", "[N/A]"),
+        rows_pending=pending not in NOTHING,
+        rows_failed=failed not in NOTHING,
+        action="" if asked in NOTHING else asked,
+        address=bus_address(address) if address.count(":") == 2 else "",
     )
 
 
-def judge_devices(now: tuple[Device, ...] | None, first: tuple[Device, ...]) -> dict[str, str]:
-    """What is wrong, by the device, in words, against what was there at first."""
-    if now is None:
-        return (
-            {"nvidia-smi": "nvidia-smi does not answer any more: the driver hangs, or a device is lost"}
-            if first
-            else {}
-        )
+def visible(devices: Devices, names: str | None) -> Devices:
+    """Those that CUDA_VISIBLE_DEVICES leaves to the workers; all, where it is not set or names parts of devices (MIG).
+
+    Numbers are taken as nvidia-smi's, which they are where all devices are of a kind.
+    """
+    if names is None:
+        return devices
+    known: list[str] = []
+    for name in (name.strip() for name in names.split(",")):
+        if name in ("", "-1", "NoDevFiles"):
+            break  # CUDA reads no further either
+        known.append(name)
+    if all(name.isdigit() for name in known):
+        return tuple(devices[int(name)] for name in known if int(name) < len(devices))
+    if all(name.startswith("GPU-") for name in known):
+        return tuple(device for device in devices if device.uuid.startswith(tuple(known)))
+    return devices
+
+
+def judge_devices(now: Answer, first: Devices, before: Mapping[str, Trouble]) -> dict[str, Trouble]:
+    """What is wrong, by the device, against what was there at first; `before` is the judgement of last time."""
+    if isinstance(now, NoAnswer):
+        if not first:
+            return {}
+        return {**before, NVIDIA_SMI: Trouble(words=now.words, condemns=now.lost)}
     known = {device.uuid: device for device in now}
-    problems: dict[str, str] = {}
-    for before in first:
-        device = known.get(before.uuid)
-        problem = "is not there any more" if device is None else _problem(device, before)
-        if problem is not None:
-            problems[before.uuid] = f"device {before.uuid} {problem}"
-    return problems
+    troubles: dict[str, Trouble] = {}
+    for then in first:
+        trouble = _trouble(known.get(then.uuid), then)
+        if trouble is not None:
+            troubles[then.uuid] = trouble
+    return troubles
 
 
-def _problem(device: Device, before: Device) -> str | None:
+def condemned_at_first(first: Answer) -> str | None:
+    """Why no worker should even be started: what a driver says at the first look."""
+    if isinstance(first, NoAnswer):
+        return first.words if first.lost else None
+    troubles = (_trouble(device, device) for device in first)
+    return "; ".join(trouble.words for trouble in troubles if trouble is not None and trouble.condemns) or None
+
+
+def _trouble(device: Device | None, then: Device) -> Trouble | None:
     """The worst of it."""
-    errors = (device.uncorrected_errors or 0) - (before.uncorrected_errors or 0)
+    name = f"device {then.uuid}"
+    if device is None:
+        return Trouble(words=f"{name} is not there any more", condemns=True)
+    errors = (device.uncorrected_errors or 0) - (then.uncorrected_errors or 0)
     if device.rows_failed:
-        return "could not replace a row of its memory: it has to be exchanged"
+        return Trouble(words=f"{name} could not replace a row of its memory: it has to be exchanged", condemns=True)
     if errors > 0:
-        return f"has had uncorrected memory errors ({errors} since this agent was started)"
+        since = f"({errors} since this agent was started)"
+        return Trouble(words=f"{name} has had uncorrected memory errors {since}", condemns=True)
+    if device.action:
+        return Trouble(words=f"{name}: the driver asks for {device.action}", condemns=needs_reset(device.action))
     if device.rows_pending:
-        return "has to be reset before a bad row of its memory is replaced"
+        return Trouble(words=f"{name} has to be reset before a bad row of its memory is replaced")
     if device.too_hot:
-        return f"was slowed down for its heat ({device.celsius} °C)"
+        return Trouble(words=f"{name} was slowed down for its heat ({device.celsius} °C)")
     return None

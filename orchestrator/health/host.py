@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.health.trouble import Trouble
+
 FREE_SHARE_MIN = 0.05
 FREE_BYTES_ENOUGH = 20 << 30
 """So much room is enough however large the disk is."""
@@ -60,16 +62,18 @@ def _stalled_percent(path: Path) -> float | None:
     return next((float(value) for value in values), None)
 
 
-def judge(reading: HostReading, troubled: Collection[str]) -> dict[str, str]:
-    """What is wrong, by its name (a folder, or "memory"), in words; `troubled` are those of last time."""
-    problems: dict[str, str] = {}
+def judge(reading: HostReading, troubled: Collection[str]) -> dict[str, Trouble]:
+    """What is wrong, by its name (a folder, or "memory"); `troubled` are those of last time."""
+    problems: dict[str, Trouble] = {}
     for folder, room in reading.rooms.items():
         least = min(FREE_SHARE_MIN * room.total_bytes, FREE_BYTES_ENOUGH)
         if room.free_bytes < least * (WELL_FACTOR if folder in troubled else 1.0):
             share = 100 * room.free_bytes / max(room.total_bytes, 1)
-            problems[folder] = f"{folder} is nearly full: {room.free_bytes / 2**30:.1f} GiB are free ({share:.1f} %)"
+            free = f"{room.free_bytes / 2**30:.1f} GiB are free ({share:.1f} %)"
+            problems[folder] = Trouble(words=f"{folder} is nearly full: {free}")
     stalled = reading.stalled_percent
     most = STALLED_PERCENT_MAX / (WELL_FACTOR if MEMORY in troubled else 1.0)
     if stalled is not None and stalled > most:
-        problems[MEMORY] = f"memory is short: in {stalled:.0f} % of the last minute every process waited for it"
+        words = f"memory is short: in {stalled:.0f} % of the last minute every process waited for it"
+        problems[MEMORY] = Trouble(words=words)
     return problems

@@ -48,13 +48,13 @@ _FIRMWARE_WORDS = (
 class Clouds:
     """The metadata services that an agent uses. Close it at the end.
 
-    `addresses` take the place of the real ones: then only the clouds that are named there exist.
+    `addresses`, of a rehearsal, are those of `config.Notices`: a cloud that is named there is watched there, and where
+    `auto` is, every other one.
     """
 
-    def __init__(self, clock: Clock, addresses: Mapping[str, str] | None = None, every_seconds: float | None = None):
+    def __init__(self, clock: Clock, addresses: Mapping[str, str], every_seconds: float | None = None):
         self._clock = clock
-        self._addresses = dict(addresses or ADDRESSES)
-        self._real = not addresses
+        self._addresses = addresses
         self._every_seconds = every_seconds
         self._services: dict[str, Metadata] = {}
 
@@ -81,8 +81,12 @@ class Clouds:
         return makers[name](self._service(name)) if name in makers else ()
 
     async def find(self, seconds: float = FIND_SECONDS, firmware: Path = FIRMWARE) -> str | None:
-        """The cloud that this machine is on; None if it is on none that is known. Never raises."""
-        asked = {asyncio.create_task(self._is_on(name)): name for name in self._addresses}
+        """The cloud that this machine is on; None if it is on none that is known. Never raises.
+
+        A cloud with an address of its own is rehearsed, and no answer to that.
+        """
+        names = [name for name in ADDRESSES if name not in self._addresses]
+        asked = {asyncio.create_task(self._is_on(name)): name for name in names}
         waiting = set(asked)
         until = asyncio.get_running_loop().time() + seconds
         try:
@@ -98,7 +102,7 @@ class Clouds:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-        return cloud_of_firmware(firmware) if self._real else None
+        return None if "auto" in self._addresses else cloud_of_firmware(firmware)
 
     async def own_id(self, names: Sequence[str]) -> str | None:
         """This machine's id at its cloud, for those of the clouds whose pushed events name it."""
@@ -122,7 +126,8 @@ class Clouds:
 
     def _service(self, name: str) -> Metadata:
         if name not in self._services:
-            self._services[name] = Metadata(self._addresses.get(name, ADDRESSES[name]))
+            address = self._addresses.get(name) or self._addresses.get("auto") or ADDRESSES[name]
+            self._services[name] = Metadata(address)
         return self._services[name]
 
     async def _is_on(self, name: str) -> bool:

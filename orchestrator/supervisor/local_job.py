@@ -7,8 +7,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.agent.settings import AgentSettings
@@ -32,8 +32,6 @@ class LocalJobOptions:
     echo_output: bool = True
     sinks: tuple[Sink, ...] = ()
     agent_command: Sequence[str] = AGENT_COMMAND
-    notice_addresses: Mapping[str, str] = field(default_factory=dict)
-    """Cloud → URL in place of its metadata service's address, for rehearsals."""
     notice_look_seconds: float | None = None
     """Between two looks at a source of notices; None: what is right for each."""
 
@@ -109,9 +107,9 @@ class LocalJob:
                 echo_output=options.echo_output,
                 grace_seconds=config.grace_seconds,
                 notices=config.notices,
-                notice_addresses=options.notice_addresses,
                 notice_look_seconds=options.notice_look_seconds,
                 acknowledge_notices=config.nodes_max == 1,
+                device_check_seconds=config.device_check_seconds,
             ).model_dump_json()
 
         scheduler = LocalScheduler(

@@ -223,6 +223,7 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
                 "agent_pid": pids.get(node.name),
                 "going": node.going,
                 "blind": list(node.blind),
+                "condemned": list(node.condemned.values()),
                 "url": node.objects_url,
                 "seconds_left": None if node.deadline_seconds is None else node.deadline_seconds - now_seconds,
                 "ranks": list(job.gang.ranks_of(node.name)) if job.gang else [],

@@ -43,6 +43,12 @@ class SupervisorServer:
             ["job"],
             registry=self.registry,
         )
+        self._condemned = Gauge(
+            "orchestrator_condemned_nodes",
+            "Nodes with a device that is done for, which train on",
+            ["job"],
+            registry=self.registry,
+        )
         self._age = Gauge(
             "orchestrator_commit_age_seconds", "Age of the newest committed checkpoint", ["job"], registry=self.registry
         )
@@ -99,6 +105,7 @@ class SupervisorServer:
         self._step.labels(status["job"]).set(status["step"])
         self._world.labels(status["job"]).set(status["world_size"])
         self._blind.labels(status["job"]).set(sum(len(node["blind"]) for node in status["nodes"]))
+        self._condemned.labels(status["job"]).set(sum(bool(node["condemned"]) for node in status["nodes"]))
         self._quiet.labels(status["job"]).set(status["seconds_without_step"] or 0.0)
         self._troubled.labels(status["job"]).set(status["loss_trouble"]["ranks"] if status["loss_trouble"] else 0)
         if status["commit_age_seconds"] is not None:

@@ -210,6 +210,7 @@ class SlurmJob:
                 staging=run / node,
                 logs=self.logs,
                 grace_seconds=None,  # how much a signal leaves the controller says
+                device_check_seconds=config.device_check_seconds,
                 notices=config.notices,
                 acknowledge_notices=True,
             ).model_dump_json()

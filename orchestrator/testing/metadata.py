@@ -1,11 +1,12 @@
 """Clouds' metadata services on loopback, for rehearsals and tests: they announce, withdraw and hint when told to.
 
     async with SimulatedAWS() as aws:
-        …                                      # agents watch aws.url in place of http://169.254.169.254
+        …                                      # agents of a job with notices=f"aws@{aws.url}" watch it
         aws.interrupt(seconds=120)             # a spot interruption, as the instance's metadata say it
+        aws.forget()                           # whoever asks from now on is another machine
 
-Faults are set in place: `aws.misbehave(Unauthorized(), times=3)`. Every answer is counted in `requests`. Not here:
-anything but what the watchers read, and the clouds' own delays.
+Faults are set in place: `aws.misbehave(Unauthorized(), times=3)`. Every answer is counted in `requests`. `orchestrator
+drill metadata` serves them by hand. Not here: anything but what the watchers read, and the clouds' own delays.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Any, Self
 
 from aiohttp import web
@@ -66,18 +68,22 @@ Fault = Unauthorized | Status | Slow | Body | Cut
 class MetadataServer:
     """One service on a port of its own. Subclasses say what it answers."""
 
+    lead_seconds: float | None = None
+    """How long ahead the cloud announces that it takes a machine; None: its metadata do not say."""
+
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
         """How often each path was asked for."""
         self._fault: tuple[Fault, int | None, str] | None = None
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self.port = 0
+        """Where it listens, once it does."""
         self._changed = asyncio.Event()
 
     @property
     def url(self) -> str:
         """What agents are given in place of the link-local address."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -97,8 +103,8 @@ class MetadataServer:
         app.add_routes(self.routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
-        self._port = self._runner.addresses[0][1]
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Connections are refused from now on."""
@@ -106,6 +112,14 @@ class MetadataServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    def interrupt(self, seconds: float | None = None) -> None:
+        """Announce that this machine is taken, and when if the cloud says that; None: as far ahead as it ever is."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Nothing is announced any more: whoever asks from now on is another machine."""
+        raise NotImplementedError
 
     def misbehave(self, fault: Fault, *, times: int | None = None, path: str = "") -> None:
         """The next `times` requests (None: all) to paths that contain `path` meet the fault."""
@@ -181,25 +195,31 @@ def http_date(seconds: float, *, weekday: bool = True) -> str:
 class SimulatedAWS(MetadataServer):
     """IMDSv2 of a spot instance in an Auto Scaling group."""
 
+    lead_seconds: float = 120.0
     token_header = "X-aws-ec2-metadata-token"
 
     def __init__(self, *, instance_id: str = "i-0123456789abcdef0", token_seconds: float = 3600.0) -> None:
         super().__init__()
         self.instance_id = instance_id
         self.token_seconds = token_seconds
-        self.keys: dict[str, str] = {
+        self._quiet = {
             "instance-id": instance_id,
             "events/maintenance/scheduled": "[]",
             "autoscaling/target-lifecycle-state": "InService",
         }
+        self.keys: dict[str, str] = dict(self._quiet)
         """What is answered, by key; may be changed at will. A key that is not here is a 404."""
         self._tokens: dict[str, float] = {}
         self._numbers = itertools.count(1)
 
-    def interrupt(self, seconds: float = 120.0, action: str = "terminate", **more: str) -> None:
+    def interrupt(self, seconds: float | None = None, action: str = "terminate", **more: str) -> None:
         """Announce a spot interruption; `more` are fields that no client knows."""
-        record = {"action": action, "time": rfc3339(seconds), **more}
+        record = {"action": action, "time": rfc3339(self.lead_seconds if seconds is None else seconds), **more}
         self.keys["spot/instance-action"] = json.dumps(record)
+
+    def forget(self) -> None:
+        """Nothing is announced any more."""
+        self.keys = dict(self._quiet)
 
     def recommend_rebalance(self) -> None:
         """The hint that an interruption has become likely."""
@@ -254,18 +274,25 @@ class SimulatedAWS(MetadataServer):
 
 
 class SimulatedGCP(MetadataServer):
-    """Google's metadata server, with long polls."""
+    """Google's metadata server, with long polls. It does not say when the machine goes."""
+
+    _quiet: Mapping[str, str] = MappingProxyType({"preempted": "FALSE", "maintenance-event": "NONE"})
 
     def __init__(self) -> None:
         super().__init__()
-        self.keys: dict[str, str] = {"preempted": "FALSE", "maintenance-event": "NONE"}
+        self.keys = dict(self._quiet)
         """What is answered, by key; change it with `set`. Graceful shutdown is off until its key is set."""
         self.waiting = 0
         """Requests that wait for a change now."""
 
-    def preempt(self) -> None:
-        """`instance/preempted` becomes TRUE."""
+    def interrupt(self, seconds: float | None = None) -> None:
+        """`instance/preempted` becomes TRUE; the seconds are said nowhere."""
         self.set("preempted", "TRUE")
+
+    def forget(self) -> None:
+        """Nothing is announced any more."""
+        self.keys = dict(self._quiet)
+        self.changed()
 
     def maintain(self, event: str = "TERMINATE_ON_HOST_MAINTENANCE") -> None:
         """Host maintenance; "NONE" takes it back, "MIGRATE_ON_HOST_MAINTENANCE" is a move."""
@@ -321,6 +348,8 @@ class SimulatedGCP(MetadataServer):
 class SimulatedAzure(MetadataServer):
     """Scheduled events of a scale set, as one of its machines sees them."""
 
+    lead_seconds: float = 30.0
+
     def __init__(self, *, name: str = "vmss_0") -> None:
         super().__init__()
         self.name = name
@@ -328,6 +357,14 @@ class SimulatedAzure(MetadataServer):
         """What the document lists; may be changed at will."""
         self.acknowledged: list[str] = []
         self._incarnations = itertools.count(1)
+
+    def interrupt(self, seconds: float | None = None) -> None:
+        """Announce a Preempt event of this machine alone."""
+        self.announce("preempt", seconds=self.lead_seconds if seconds is None else seconds)
+
+    def forget(self) -> None:
+        """Nothing is announced any more."""
+        self.events = []
 
     def announce(
         self,
@@ -402,16 +439,18 @@ class SimulatedAzure(MetadataServer):
 class SimulatedAlibaba(SimulatedAWS):
     """Metadata with Alibaba's token and its one key."""
 
+    lead_seconds: float = 300.0
     token_header = "X-aliyun-ecs-metadata-token"
 
-    def interrupt(self, seconds: float = 300.0, action: str = "", **more: str) -> None:
+    def interrupt(self, seconds: float | None = None, action: str = "", **more: str) -> None:
         """Announce the release."""
-        self.keys["instance/spot/termination-time"] = rfc3339(seconds)
+        self.keys["instance/spot/termination-time"] = rfc3339(self.lead_seconds if seconds is None else seconds)
 
 
 class SimulatedTencent(MetadataServer):
     """Metadata with Tencent's one key, which says China's time and does not say so."""
 
+    lead_seconds: float = 120.0
     instance_id = "ins-rehearsal"
 
     def __init__(self) -> None:
@@ -419,9 +458,14 @@ class SimulatedTencent(MetadataServer):
         self.time: str | None = None
         """What is answered; None: a 404."""
 
-    def interrupt(self, seconds: float = 120.0) -> None:
+    def interrupt(self, seconds: float | None = None) -> None:
         """Announce the release."""
-        self.time = _at(seconds + 8 * 3600).strftime("%Y-%m-%d %H:%M:%S")
+        left = self.lead_seconds if seconds is None else seconds
+        self.time = _at(left + 8 * 3600).strftime("%Y-%m-%d %H:%M:%S")
+
+    def forget(self) -> None:
+        """Nothing is announced any more."""
+        self.time = None
 
     def routes(self) -> list[web.RouteDef]:
         """The key, and what says whose machine this is."""
@@ -440,11 +484,12 @@ class SimulatedTencent(MetadataServer):
 class SimulatedVolcengine(SimulatedTencent):
     """Metadata of Volcengine or BytePlus; its time is UTC."""
 
+    lead_seconds: float = 300.0
     instance_id = "i-rehearsal"
 
-    def interrupt(self, seconds: float = 300.0) -> None:
+    def interrupt(self, seconds: float | None = None) -> None:
         """Announce the release."""
-        self.time = rfc3339(seconds)
+        self.time = rfc3339(self.lead_seconds if seconds is None else seconds)
 
     def routes(self) -> list[web.RouteDef]:
         """The key, and what says whose machine this is."""
@@ -452,6 +497,22 @@ class SimulatedVolcengine(SimulatedTencent):
             web.get("/latest/spot_instance_termination_time", self._key),
             web.get("/latest/instance_id", self._id),
         ]
+
+
+SERVICES: Mapping[str, type[MetadataServer]] = MappingProxyType(
+    {
+        "aws": SimulatedAWS,
+        "gcp": SimulatedGCP,
+        "azure": SimulatedAzure,
+        "alibaba": SimulatedAlibaba,
+        "tencent": SimulatedTencent,
+        "volcengine": SimulatedVolcengine,
+    }
+)
+"""Of the clouds whose metadata announce something, by the words of `notices`."""
+
+
+# --------------------------------------------------------------------------------------- Oracle, and pushed events
 
 
 class SimulatedOCI(MetadataServer):

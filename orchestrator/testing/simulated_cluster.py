@@ -20,7 +20,7 @@ from pathlib import Path
 from orchestrator.agent.node import Agent
 from orchestrator.agent.ports import AgentPorts
 from orchestrator.agent.settings import AgentSettings
-from orchestrator.core.messages import Action, Event, Finish, NoticeKind, NoticeReceived
+from orchestrator.core.messages import Action, Event, Finish, HostReported, NoticeKind, NoticeReceived
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import StoreError
 from orchestrator.schedulers.base import NodeInfo, OnLost
@@ -274,6 +274,8 @@ class SimulatedCluster:
         self.on_start: Callable[[SimulatedNode, int], None] = lambda *_: None
         self.on_record: Callable[[SimulatedRun, EventRecord], None] = lambda *_: None
         self.on_action: Callable[[SimulatedRun, Action], None] = lambda *_: None
+        self.unfit: dict[str, str] = {}
+        """Node → what it finds wrong with its devices before it joins."""
         self._names = 0
 
     def close(self) -> None:
@@ -355,6 +357,7 @@ class SimulatedCluster:
             object_server=_ObjectServer(self.training, f"simulated:{node.name}"),
             open_peer=lambda url, _: self._peer(url),
             sleep=pause,
+            reason_not_to_join=(lambda: self.unfit[node.name]) if node.name in self.unfit else None,
             look_seconds_busy=self.limits.look_seconds / 4,
             look_seconds_idle=self.limits.look_seconds,
         )
@@ -411,3 +414,8 @@ class SimulatedCluster:
                     notice_id=notice_id,
                 )
             )
+
+    def host_trouble(self, node: SimulatedNode, what: str, problem: str | None, *, condemns: bool = False) -> None:
+        """What a node sees of its host or of a device, as its agent would pass it on."""
+        if node.process.alive:
+            node.agent.host_reported(HostReported(node=node.name, what=what, problem=problem, condemns=condemns))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.core.messages import HostReported, Look, Looked, Paused
-from orchestrator.health.gpu import Device
 from orchestrator.health.host import HostReading, Room
 from orchestrator.health.progress import Reading
 from tests.agent.simulated_agent import GENERATION, NODE, Scene
@@ -86,19 +85,5 @@ def test_the_host_is_told_of_when_something_changes(tmp_path: Path) -> None:
         await asyncio.sleep(45)
         told = [(event.what, event.problem is None) for event in scene.supervisor.kinds(HostReported)]
         assert told == [("/logs", False), ("/logs", True)]
-
-    scene.play(story)
-
-
-def test_a_device_that_is_gone_is_told_once(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    device = Device(uuid="GPU-aa", celsius=35, uncorrected_errors=0, too_hot=False)
-    seen = iter([(device,), (device,), (), (), (device,), (device,)])
-    scene.agent._ports = replace(scene.agent._ports, read_devices=lambda: next(seen))
-
-    async def story() -> None:
-        await asyncio.sleep(270)
-        told = [(event.what, event.problem) for event in scene.supervisor.kinds(HostReported)]
-        assert told == [("GPU-aa", "device GPU-aa is not there any more"), ("GPU-aa", None)]
 
     scene.play(story)

@@ -119,13 +119,12 @@ async def test_what_stands_has_a_limit(tmp_path: Path) -> None:
 
 async def test_events_of_clouds_count_for_this_machine_alone(tmp_path: Path) -> None:
     async with SimulatedAWS(instance_id="i-7") as aws, SimulatedOCI() as oci:
-        addresses = {"aws": aws.url, "oci": oci.url}
-        async with ears(tmp_path / "a", notices="aws,webhook", notice_addresses=addresses) as heard:
+        async with ears(tmp_path / "a", notices=f"aws@{aws.url},webhook") as heard:
             assert await heard.push(eventbridge_event("i-8")) == 200
             assert await heard.push(eventbridge_event("i-7")) == 200
             await heard.until(1)
         assert heard.kinds == [NoticeKind.PREEMPT]
-        async with ears(tmp_path / "b", notices="oci", notice_addresses=addresses) as heard:
+        async with ears(tmp_path / "b", notices=f"oci@{oci.url}") as heard:
             assert await heard.push(oci.preemption_event("ocid1.instance.another")) == 200
             assert await heard.push(oci.preemption_event()) == 200
             await heard.until(1)
@@ -135,8 +134,7 @@ async def test_events_of_clouds_count_for_this_machine_alone(tmp_path: Path) -> 
 async def test_several_sources_at_once(tmp_path: Path) -> None:
     path = tmp_path / "leave"
     async with SimulatedAWS() as aws:
-        settings = {"notices": f"auto,file:{path}", "notice_addresses": {"aws": aws.url}}
-        async with ears(tmp_path, **settings) as heard:
+        async with ears(tmp_path, notices=f"auto@{aws.url},file:{path}") as heard:
             aws.interrupt()
             await heard.until(1)
             path.touch()

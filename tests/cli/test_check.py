@@ -83,13 +83,14 @@ def test_the_cloud_that_auto_finds_is_read() -> None:
     over = threading.Event()
     server = threading.Thread(target=lambda: asyncio.run(serve(urls.put, over)))
     server.start()
+    url = urls.get(timeout=10)
     try:
-        findings = check.check_notices("auto", {"aws": urls.get(timeout=10)})
+        findings = check.check_notices(f"auto@{url}")
     finally:
         over.set()
         server.join(20)
     assert [finding.level for finding in findings] == ["ok"] * 5
-    assert findings[0].found == "this machine is on aws"
+    assert findings[0].found == f"{url} answers as aws"
 
 
 def test_no_staging_folder(command: Command) -> None:
@@ -215,3 +216,41 @@ def test_a_folder_whose_name_is_too_long_is_a_finding(command: Command, tmp_path
     result = command("check", "--store", str(tmp_path / ("x" * 300)), "--job", "a")
     assert result.exit_code == 1
     assert "too long" in "".join(result.stdout.split("│")).replace("\n", " ")
+
+
+# ------------------------------------------------------------------------------------------------- devices
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+  *remapped*) echo "GPU-aa, No, {failed}" ;;
+  *recovery*) exit 2 ;;
+  *) {answer} ;;
+esac
+"""
+ONE_DEVICE = "echo GPU-aa, 00000000:3B:00.0, 35, 0, Not Active"
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "found"),
+    [
+        ((ONE_DEVICE, "No"), "ok", "1 of NVIDIA's"),
+        ((ONE_DEVICE, "Yes"), "fail", "it has to be exchanged"),
+        (("echo no driver; exit 9", "No"), "warn", "status 9: no driver"),
+    ],
+)
+def test_devices(
+    answers: tuple[str, str], level: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(NVIDIA_SMI.format(answer=answers[0], failed=answers[1]))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    findings = list(check.check_devices())
+    assert (findings[0].what, findings[0].level) == ("devices", level)
+    assert found in findings[0].found
+    assert level == "warn" or (findings[1].what, findings[1].level) == ("kernel log", "ok")
+
+
+def test_where_there_are_no_devices_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.health.joining.has_devices", lambda: False)
+    assert list(check.check_devices()) == []

@@ -1,9 +1,10 @@
-"""`orchestrator drill kill` and `stall` on real processes: only those that the job's supervisor started are touched."""
+"""`orchestrator drill` on real processes: what kill and stall touch, and what a simulated cloud says to whom."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -157,3 +158,81 @@ def test_a_stall_is_ended_by_sigterm(
     assert command("drill", "stall", "small").exit_code == 130
     os.waitid(os.P_PID, child.pid, os.WCONTINUED)
     assert state(child) != "T"
+
+
+# -------------------------------------------------------------------------------------- a metadata service
+
+ASKS_UNTIL_THERE_IS_AN_EVENT = """
+import json, sys, urllib.error, urllib.request
+url = sys.argv[1] + "/metadata/scheduledevents?api-version=2020-07-01"
+statuses, events = set(), []
+while not events:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"Metadata": "true"})) as answer:
+            events = json.load(answer)["Events"]
+    except urllib.error.HTTPError as error:
+        statuses.add(error.code)
+body = json.dumps({"StartRequests": [{"EventId": events[0]["EventId"]}]}).encode()
+urllib.request.urlopen(urllib.request.Request(url, body, headers={"Metadata": "true"})).close()
+print(statuses, len(events))
+"""
+
+
+def test_a_clouds_notice_to_the_process_that_asks() -> None:
+    """A service that answers 401, then a notice, which is acknowledged: all as a person sees it."""
+    words = ("drill", "metadata", "azure", "--after", "0.5", "--deadline", "40", "--fault", "unauthorized")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", *words], stdout=pipe, stderr=pipe, text=True
+    ) as serving:
+        assert serving.stdout is not None
+        assert serving.stderr is not None
+        said = serving.stdout.readline()
+        url = said.removeprefix("--notices azure@").strip()
+        with subprocess.Popen(
+            [sys.executable, "-c", ASKS_UNTIL_THERE_IS_AN_EVENT, url], stdout=pipe, text=True
+        ) as asking:
+            assert asking.stdout is not None
+            assert asking.stdout.read() == "{401} 1\n"
+        lines = [serving.stderr.readline() for _ in range(5)]
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(10) == 0
+        assert serving.stderr.read() == "ended\n"
+    who = f"process {asking.pid}"
+    assert said.startswith("--notices azure@http://127.0.0.1:")
+    assert lines[1:4] == [
+        f"{who} has asked first; the notice comes in 0.5 s\n",
+        f"announced to {who}: its machine goes in 40 s\n",
+        f"{who} has acknowledged it\n",
+    ]
+    assert lines[4].startswith(f"{who} has ended, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["oci"], "CLOUD: the metadata of 'oci' announce nothing; those of aws, gcp, azure"),
+        (["gcp", "--deadline", "30"], "--deadline: the metadata of gcp say no time; `run --grace-seconds` is what"),
+        (["aws", "--fault", "fire"], "'fire' is not one of 'unauthorized', 'error', 'slow', 'page', 'cut'"),
+    ],
+)
+def test_metadata_that_cannot_be_served(command: Command, words: list[str], problem: str) -> None:
+    result = command("drill", "metadata", *words)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_port_that_is_taken(command: Command) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = command("drill", "metadata", "aws", "--port", str(port))
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"error: --port: cannot listen at 127.0.0.1:{port}: Address already in use\n",
+    )
+
+
+def test_all_words_for_faults_have_one() -> None:
+    assert set(drill._faults()) == set(drill.FaultName)

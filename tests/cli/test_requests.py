@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -344,7 +345,7 @@ def test_waiting_ends_with_the_process_or_with_the_time(monkeypatch: pytest.Monk
 
 
 def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None:
-    now = {
+    now: dict[str, Any] = {
         "job": "small",
         "phase": "running",
         "generation": 3,
@@ -362,8 +363,9 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "commit_age_seconds": 5.0,
         "failures": 1,
         "nodes": [
-            {"node": "node-0", "agent_pid": 10, "going": False, "seconds_left": None, "ranks": [0, 1]},
-            {"node": "node-1", "agent_pid": None, "going": True, "seconds_left": 12.25, "ranks": [2]},
+            {"node": "node-0", "agent_pid": 10, "going": False, "seconds_left": None, "ranks": [0]},
+            {"node": "node-3", "agent_pid": 13, "going": False, "seconds_left": None, "ranks": [1, 2]},
+            {"node": "node-1", "agent_pid": None, "going": True, "seconds_left": 12.25, "ranks": [3]},
             {"node": "[red]node-2\x1b[2J", "agent_pid": 12, "going": True, "seconds_left": None, "ranks": []},
         ],
         "saves": [
@@ -379,6 +381,8 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         ],
         "ranks": [{"rank": 0, "pid": 11, "step": 50, "step_seconds": 0.5, "save": "durable"}],
     }
+    for node in now["nodes"]:
+        node["condemned"] = ["device GPU-aa is lost"] if node["node"] == "node-3" else []
     output().print(status_table(now))
     text = capsys.readouterr().out
     for expected in (
@@ -386,7 +390,8 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "2 h 01 min",
         "g00000003-s0000000040, 5.0 s ago",
         "will go in 12.2 s",
-        "0 to 1",
+        "1 to 2",
+        "here, but not for another generation: device GPU-aa is lost",
         "g00000003-s0000000050, for 2.0 s: 4 of 4 ranks staged, 1 durable",
         "[red]node-2",
         "no step for 75.0 s: rank 1 on node-1 is stopped (state T)",

@@ -54,6 +54,7 @@ def test_all_problems_of_file_and_flags_at_once(command: Command) -> None:
         ("--job", "No Name", "--job: use 1 to 63"),
         ("--scheduler", "pbs", "--scheduler: this release knows"),
         ("--max-failures", "-1", "--max-failures: "),
+        ("--notices", "aws@http://10.0.0.1", "--notices: aws@http://10.0.0.1: an address is for rehearsals on this"),
         ("--store", "az://container", "store: az:// is not supported"),
     ],
 )
@@ -125,13 +126,15 @@ def test_settings_in_a_stores_url_stay_behind_the_jobs_folder(command: Command, 
 
 def test_a_dry_run_starts_nothing_and_tells_all(command: Command, tmp_path: Path) -> None:
     Path("orchestrator.toml").write_text('job = "small"\nstore = "store"\nnodes = "1:2"\nsave_every = 7\n')
-    words = ("run", "--nodes", "2:3", "--workers-per-node", "4", "--staging", str(tmp_path), "--dry-run")
+    flags = ("--nodes", "2:3", "--workers-per-node", "4", "--notices", "aws@http://127.0.0.1:8123")
+    words = ("run", *flags, "--staging", str(tmp_path), "--dry-run")
     result = command(*words, "--json", *WORKS, "--", "--job")
     assert result.exit_code == 0, result.stderr
     plan = json.loads(result.stdout)
     assert plan["job_url"] == str(tmp_path / "here" / "store" / "small")
     assert plan["command"] == [sys.executable, "train.py", "--", "--job"]
     assert (plan["nodes_min"], plan["nodes_max"], plan["world_size_max"], plan["save_every"]) == (2, 3, 12, 7)
+    assert plan["notices"] == "aws@http://127.0.0.1:8123"
     assert plan["staging_free_bytes"] > 0
     assert plan["variables"] == list(VARIABLES)
     assert not Path("store").exists()
@@ -140,6 +143,7 @@ def test_a_dry_run_starts_nothing_and_tells_all(command: Command, tmp_path: Path
     as_text = command(*words, *WORKS)
     assert as_text.exit_code == 0
     assert "2 to 3" in as_text.stdout
+    assert "signals, and aws@http://127.0.0.1:8123" in as_text.stdout
     assert str(tmp_path / "here" / "store" / "small") in as_text.stdout
     assert "nothing was started" in as_text.stderr
 

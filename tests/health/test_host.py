@@ -37,11 +37,12 @@ def reading(free: float = 500, total: float = 1000, stalled: float | None = 0.0)
 def test_what_is_wrong(seen: HostReading, troubled: tuple[str, ...], what: set[str]) -> None:
     problems = judge(seen, troubled)
     assert problems.keys() == what
-    assert all(problems.values())
+    assert all(trouble.words and not trouble.condemns for trouble in problems.values())
 
 
 def test_the_words_say_how_much() -> None:
-    assert judge(reading(free=4, total=100), ())["/store"] == "/store is nearly full: 4.0 GiB are free (4.0 %)"
+    (trouble,) = judge(reading(free=4, total=100), ()).values()
+    assert trouble.words == "/store is nearly full: 4.0 GiB are free (4.0 %)"
 
 
 def test_this_machine_can_be_read(tmp_path: Path) -> None:

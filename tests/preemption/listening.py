@@ -18,7 +18,7 @@ EVERY_SECONDS = 0.02
 class Listener:
     """What one node's watcher has told."""
 
-    def __init__(self) -> None:
+    def __init__(self, blind_after_seconds: float = 0.05) -> None:
         self.heard: list[NoticeReceived] = []
         self.heard_at: list[float] = []
         self.reports: list[WatcherReported] = []
@@ -28,7 +28,7 @@ class Listener:
             grace_seconds=30.0,
             tell=self._tell,
             report=self.reports.append,
-            blind_after_seconds=0.05,
+            blind_after_seconds=blind_after_seconds,
         )
 
     def _tell(self, notice: NoticeReceived) -> None:
@@ -47,9 +47,9 @@ class Listener:
 
 
 @asynccontextmanager
-async def listening(sources: Sequence[Source]) -> AsyncIterator[Listener]:
+async def listening(sources: Sequence[Source], listener: Listener | None = None) -> AsyncIterator[Listener]:
     """Watch until the block ends; a watcher that has ended by itself is a failure."""
-    listener = Listener()
+    listener = listener or Listener()
     task = asyncio.create_task(listener.watcher.watch(sources))
     try:
         yield listener

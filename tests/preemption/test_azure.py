@@ -15,7 +15,7 @@ from orchestrator.errors import SourceError
 from orchestrator.preemption import azure
 from orchestrator.preemption.base import http_date_seconds
 from orchestrator.preemption.metadata import Metadata
-from orchestrator.testing.metadata import Body, Cut, Fault, SimulatedAzure, Slow, Status, Unauthorized
+from orchestrator.testing.metadata import Body, SimulatedAzure, Slow, Status
 from tests.preemption.listening import EVERY_SECONDS, Listener, listening, until
 
 NOT_BEFORE = "Mon, 19 Sep 2016 18:29:47 GMT"
@@ -174,32 +174,6 @@ async def test_the_first_answer_may_take_long(server: SimulatedAzure) -> None:
         server.misbehave(Slow(seconds=0.5), path="scheduledevents")
         await until(lambda: listener.reports)
     assert listener.kinds == [NoticeKind.PREEMPT]
-
-
-FAULTS: list[Fault] = [
-    Unauthorized(),
-    Status(status=429),
-    Body(body=b""),
-    Body(body=b"<html>"),
-    Body(body=b'{"Events": [{}]}'),
-    Cut(),
-    Slow(seconds=0.6),
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault!r:.40}")
-async def test_a_source_that_cannot_be_read_is_an_alarm_once_and_recovers(server: SimulatedAzure, fault: Fault) -> None:
-    server.announce("first", "Reboot", seconds=500)
-    async with watching(server) as listener:
-        await until(lambda: listener.heard)
-        server.misbehave(fault)
-        await until(lambda: listener.reports)
-        server.announce("second")
-        server.behave()
-        await until(lambda: len(listener.heard) == 2)
-        await until(lambda: len(listener.reports) == 2)
-    assert listener.kinds == [NoticeKind.MAINTENANCE, NoticeKind.PREEMPT]
-    assert listener.problems[1] is None
 
 
 async def test_a_name_that_cannot_be_read_is_an_alarm(server: SimulatedAzure) -> None:

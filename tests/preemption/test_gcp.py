@@ -1,4 +1,4 @@
-"""Google Cloud: parsers, long polls against a simulated metadata server, and its faults."""
+"""Google Cloud: parsers, and long polls against a simulated metadata server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.errors import SourceError
 from orchestrator.preemption import gcp
 from orchestrator.preemption.base import Reading
 from orchestrator.preemption.metadata import Metadata
-from orchestrator.testing.metadata import Body, Cut, Fault, SimulatedGCP, Slow, Status, Unauthorized
+from orchestrator.testing.metadata import SimulatedGCP
 from tests.preemption.listening import EVERY_SECONDS, Listener, listening, until
 
 PARSERS = (gcp.parse_preempted, gcp.parse_maintenance_event, gcp.parse_stop_state)
@@ -64,7 +64,7 @@ async def test_a_change_is_heard_of_in_the_long_poll(server: SimulatedGCP) -> No
     async with watching(server) as listener:
         await until(lambda: server.waiting == 2)
         asked = server.requests["/computeMetadata/v1/instance/preempted"]
-        server.preempt()
+        server.interrupt()
         await until(lambda: listener.heard)
         assert server.requests["/computeMetadata/v1/instance/preempted"] == asked, "no other request was needed"
     (notice,) = listener.heard
@@ -72,7 +72,7 @@ async def test_a_change_is_heard_of_in_the_long_poll(server: SimulatedGCP) -> No
 
 
 async def test_preempted_before_the_first_look(server: SimulatedGCP) -> None:
-    server.preempt()
+    server.interrupt()
     async with watching(server) as listener:
         await until(lambda: listener.heard)
     assert listener.kinds == [NoticeKind.PREEMPT]
@@ -89,51 +89,18 @@ async def test_maintenance_is_withdrawn_and_a_move_is_a_hint(server: SimulatedGC
     assert listener.kinds == [NoticeKind.MAINTENANCE, NoticeKind.CANCEL, NoticeKind.HINT]
 
 
-async def test_a_graceful_shutdown(server: SimulatedGCP) -> None:
-    async with watching(server) as listener:
-        await until(lambda: server.waiting == 2)
-        server.shut_down()
-        await until(lambda: listener.heard)
-    assert listener.kinds == [NoticeKind.MAINTENANCE]
-
-
 async def test_a_poll_that_ends_without_a_change_tells_nothing(server: SimulatedGCP) -> None:
-    server.preempt()
+    server.interrupt()
     async with watching(server, wait_seconds=0.05) as listener:
         await until(lambda: server.requests["/computeMetadata/v1/instance/preempted"] >= 5)
     assert len(listener.heard) == 1
     assert listener.reports == []
 
 
-FAULTS: list[Fault] = [
-    Unauthorized(),
-    Status(status=503),
-    Body(body=b""),
-    Body(body=b"<html>please log in</html>"),
-    Cut(),
-    Slow(seconds=0.6),
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault!r:.40}")
-async def test_a_source_that_cannot_be_read_is_an_alarm_once_and_recovers(server: SimulatedGCP, fault: Fault) -> None:
-    async with watching(server, wait_seconds=0.2) as listener:
-        await until(lambda: server.waiting == 2)
-        server.misbehave(fault)
-        await until(lambda: listener.reports)
-        assert listener.heard == []
-        server.behave()
-        server.preempt()
-        await until(lambda: listener.heard)
-        await until(lambda: len(listener.reports) == 2)
-    assert listener.kinds == [NoticeKind.PREEMPT]
-    assert listener.problems[1] is None
-
-
 async def test_somebody_else_answers(server: SimulatedGCP, monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy that answers TRUE to everything is not Google's server."""
     monkeypatch.setattr(server, "own_headers", dict)
-    server.preempt()
+    server.interrupt()
     async with watching(server) as listener:
         await until(lambda: listener.reports)
     assert listener.heard == []
@@ -146,6 +113,6 @@ async def test_refused_connections(server: SimulatedGCP) -> None:
         await server.stop()
         await until(lambda: listener.reports)
         await server.start()
-        server.preempt()
+        server.interrupt()
         await until(lambda: listener.heard)
     assert listener.kinds == [NoticeKind.PREEMPT]

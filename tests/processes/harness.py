@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ async def run_job(
     agent_command: Sequence[str] = AGENT_COMMAND,
     take_over: bool = False,
     limit_seconds: float = 100,
-    notice_addresses: Mapping[str, str] | None = None,
     **settings: object,
 ) -> JobResult:
     """Run a job to its end (or fail after the limit), with a scenario beside it."""
@@ -80,7 +79,6 @@ async def run_job(
         echo_output=False,
         sinks=(show,),
         agent_command=agent_command,
-        notice_addresses=notice_addresses or {},
         notice_look_seconds=0.1,
     )
     job = LocalJob(config, options)

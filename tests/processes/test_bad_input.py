@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,18 @@ from orchestrator.checkpoint.format import canonical_json
 from orchestrator.core.job import Phase
 from orchestrator.supervisor.loop import Supervisor
 from tests.processes.harness import JobResult, check_store, final_digests, run_job, until
+
+LARGE_TRAINING = """
+import torch, orchestrator
+model = torch.nn.Linear(1024, 1024)
+optimizer = torch.optim.Adam(model.parameters())
+run = orchestrator.attach(model=model, optimizer=optimizer)
+for step in run.steps(until=50):
+    model(torch.ones(1024)).sum().backward()
+    optimizer.step()
+    print(f"step {step + 1}", flush=True)
+"""
+"""Its shard takes 12 MiB: parameters, and twice as much that Adam keeps."""
 
 
 async def drained_at(tmp_path: Path, staging: str, step: int, nodes: str = "1") -> JobResult:
@@ -164,15 +178,23 @@ async def test_store_that_cannot_be_written(tmp_path: Path, staging: str) -> Non
     assert str(tmp_path / "store") in result.finish.reason
 
 
+@contextlib.contextmanager
+def small_file_system(folder: Path, size: str) -> Iterator[Path]:
+    """One of this size, in memory."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB for the store."""
-    folder = tmp_path / "store"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small_file_system(tmp_path / "store", "1m") as folder:
+        yield folder
 
 
 async def test_disk_full_during_a_save(
@@ -202,6 +224,20 @@ async def test_disk_full_during_a_save(
     assert not result.kinds("restarted"), "training went on"
     check_store(result.store)
     assert final_digests(result.store)
+
+
+async def test_staging_folder_that_is_too_small(tmp_path: Path) -> None:
+    """F106: said after the first step, when shards are planned: what is needed and what to do. There is no restart."""
+    with small_file_system(tmp_path / "memory", "8m") as staging:
+        result = await run_job(
+            tmp_path, nodes="1", staging=str(staging), command=[sys.executable, "-c", LARGE_TRAINING], save_every=1000
+        )
+    assert result.finish.exit_code == 78, result.output()
+    reason = result.finish.reason
+    assert re.search(r"has \d MiB left, a staging slot needs 1[2-9] MiB, and each rank has two: give it more", reason)
+    assert str(staging) in reason
+    assert "--staging" in reason
+    assert "step 2" not in result.output(), "it does not train on and fail at the first save"
 
 
 async def test_script_that_never_attaches(tmp_path: Path, staging: str) -> None:

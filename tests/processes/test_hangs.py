@@ -42,7 +42,8 @@ async def test_f96_a_stopped_rank_is_named_and_the_job_goes_on(
     assert (judged.rank, judged.node) == (1, "node-1")
     assert "rank 1 on node-1 is stopped (state T)" in judged.reason
     assert len(hung(result)) == 1
-    assert "_engine_run_backward" in result.output(), "the stack of the rank that waits is in its output"
+    waits = ("_engine_run_backward", "torch/nn/parallel/distributed.py")  # for gradients, or for buffers before them
+    assert any(place in result.output() for place in waits), "the stack of the rank that waits is in its output"
     assert final_digests(result.store) == reference
     check_store(result.store)
 

@@ -46,8 +46,7 @@ async def test_a_spot_interruption_after_a_storm_of_401(
             await until(lambda: noticed(supervisor, "notices"))
             print(f"from the announcement to the supervisor: {time.monotonic() - announced:.3f} s")
             await until(lambda: supervisor.job.phase is Phase.GATHERING)
-            aws.keys.pop("spot/instance-action")  # the replacement is another machine
-            aws.keys.pop("events/recommendations/rebalance")
+            aws.forget()  # the replacement is another machine
 
         result = await run_job(
             tmp_path,
@@ -55,8 +54,7 @@ async def test_a_spot_interruption_after_a_storm_of_401(
             workers_per_node=2,
             staging=staging,
             scenario=scenario,
-            notices="aws",
-            notice_addresses={"aws": aws.url},
+            notices=f"aws@{aws.url}",
         )
     assert result.finish.exit_code == 0, result.output()
     (blind,) = result.kinds("watcher blind")
@@ -99,8 +97,7 @@ async def test_azure_is_told_to_go_on_once_the_node_is_given_back(
             workers_per_node=2,
             staging=staging,
             scenario=scenario,
-            notices="auto",
-            notice_addresses={"azure": azure.url},
+            notices=f"auto@{azure.url}",
         )
     assert result.finish.exit_code == 0, result.output()
     assert azure.acknowledged == ["mine"]

@@ -147,6 +147,7 @@ class Disaster:
             (1, self._stall),
             (1, self._twin),
             (3, self._sweep),
+            (1, self._device_fails),
         )
         weights = [weight for weight, _ in kinds]
         kind = self.random.choices([kind for _, kind in kinds], weights)[0]
@@ -251,6 +252,14 @@ class Disaster:
         process = SimulatedProcess("sweeper")
         store = SimulatedStore(self.cluster.truth, self.cluster.weather, process, self.cluster.on_write)
         self.loop.start_thread(process, lambda: quietly(lambda: sweep(store)))
+
+    def _device_fails(self) -> None:
+        """For good, or as it seems for a while; its node is to go, or only told of."""
+        node = self._node()
+        if node is not None:
+            self.cluster.host_trouble(node, "device", "it has failed", condemns=self.random.random() < 0.8)
+            if self.random.random() < 0.3:
+                self.loop.call_later(2.0, self.cluster.host_trouble, node, "device", None)
 
     def _rollback(self) -> None:
         """A person goes back to an older step, as soon as there is one: of the running job, or of a stopped one."""

@@ -28,6 +28,7 @@ OCCURRENCES = (
     "event: cannot make it",
     "event: committed",
     "event: course chosen",
+    "event: host trouble",
     "event: node lost",
     "event: remapped",
     "event: rolled back",

@@ -108,3 +108,55 @@ def test_what_was_decided_becomes_durable_without_a_supervisor() -> None:
     run = tell(story, limits=Limits(store_latency_seconds=0.1))
     bases = [record.step for record in run.records if record.kind == "generation opened"]
     assert bases == [0, 10]
+
+
+def test_a_condemned_node_trains_on_and_is_not_in_the_next_generation() -> None:
+    """Its device has failed; a worker elsewhere dies later."""
+    condemned: list[str] = []
+
+    async def story(cluster: SimulatedCluster, run: SimulatedRun) -> None:
+        await running(run, 15)
+        bad, other = cluster.nodes()[:2]
+        condemned.append(bad.name)
+        cluster.host_trouble(bad, "device", "it has failed", condemns=True)
+        await running(run, 18)
+        assert run.supervisor is not None
+        assert run.supervisor.job.gang is not None
+        assert bad.name in run.supervisor.job.gang.nodes
+        other.runtime.alive()[0].kill()
+
+    run = tell(story)
+    (name,) = condemned
+    members = [str(record.facts["nodes"]).split() for record in run.records if record.kind == "generation opened"]
+    assert name in members[0]
+    assert all(name not in later for later in members[1:])
+    released = [record.node for record in run.records if record.kind == "node released"]
+    assert name in released
+
+
+def test_what_condemns_a_node_is_known_to_the_next_supervisor() -> None:
+    async def story(cluster: SimulatedCluster, run: SimulatedRun) -> None:
+        await running(run, 15)
+        bad = cluster.nodes()[0]
+        cluster.host_trouble(bad, "device", "it has failed", condemns=True)
+        await asyncio.sleep(0.5)
+        run.kill(2.0)
+        await asyncio.sleep(2.5)
+        await running(run, 18)
+        assert run.supervisor is not None
+        assert run.supervisor.job.condemned == {bad.name}
+
+    assert "taken back" in kinds(tell(story))
+
+
+def test_a_node_with_bad_devices_never_joins() -> None:
+    async def story(cluster: SimulatedCluster, run: SimulatedRun) -> None:
+        cluster.unfit["node-1"] = "device cuda:0: wrong results"
+        await running(run, 15)
+        assert run.supervisor is not None
+        assert "node-1" not in run.supervisor.job.nodes
+        assert "node-1" not in run.nodes, "it was dismissed, and has ended"
+
+    run = tell(story)
+    (unfit,) = [record for record in run.records if record.kind == "node unfit"]
+    assert (unfit.node, unfit.reason) == ("node-1", "device cuda:0: wrong results")

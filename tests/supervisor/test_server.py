@@ -11,7 +11,7 @@ import pytest
 from orchestrator.clock import SystemClock
 from orchestrator.core.commit import Save
 from orchestrator.core.job import new_job, step
-from orchestrator.core.messages import CheckpointId, Mode, NodeJoined, Prepare, WatcherReported
+from orchestrator.core.messages import CheckpointId, HostReported, Mode, NodeJoined, Prepare, WatcherReported
 from orchestrator.core.ranks import NOBODY, Ranks, RankSet
 from orchestrator.core.states import JobSpec, LossTrouble
 from orchestrator.errors import ConfigError
@@ -203,6 +203,22 @@ async def test_a_loss_that_goes_wrong_is_told_in_the_status_and_counted(
     assert told == {"rank": 3, "step": 7, "value": "nan", "usual": 2.5, "reason": "rank 3: …", "ranks": 2}
     async with client.get("/metrics") as answer:
         assert 'orchestrator_troubled_losses{job="small"} 2.0' in await answer.text()
+
+
+async def test_a_node_whose_device_is_done_for_is_counted(
+    supervisor: Supervisor, client: aiohttp.ClientSession
+) -> None:
+    events = (
+        NodeJoined(node="node-0", workers=1),
+        NodeJoined(node="node-1", workers=1),
+        HostReported(node="node-1", what="GPU-aa", problem="it is lost", condemns=True),
+    )
+    for event in events:
+        supervisor.job, _ = step(supervisor.job, event, 1.0)
+    async with client.get("/status") as answer:
+        assert [node["condemned"] for node in (await answer.json())["nodes"]] == [[], ["it is lost"]]
+    async with client.get("/metrics") as answer:
+        assert 'orchestrator_condemned_nodes{job="small"} 1.0' in await answer.text()
 
 
 async def test_an_agent_of_an_earlier_supervisor_begins_anew(client: aiohttp.ClientSession) -> None:

@@ -210,10 +210,11 @@ class SlurmAllocation:
         """By the controller; if that does not answer, by srun, which takes the step along when it is told to end."""
         with contextlib.suppress(SchedulerError):
             await asyncio.to_thread(self._commands.end_step, self._job_id, step_name(step.node))
+        until = time.monotonic() + KILL_SECONDS
+        while step.process.poll() is None and time.monotonic() < until:
+            await asyncio.sleep(0.1)
         if step.process.poll() is None:
-            await asyncio.sleep(KILL_SECONDS)
-            if step.process.poll() is None:
-                step.process.kill()
+            step.process.kill()
 
     def nodes(self) -> list[NodeInfo]:
         """Hosts whose step runs. Their processes are not this host's."""
