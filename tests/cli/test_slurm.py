@@ -1,0 +1,144 @@
+"""`run --scheduler slurm` where it submits, and `status` of what Slurm has not started; Slurm is a script here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.slurm import _of_array
+from orchestrator.config import JobConfig
+from orchestrator.storage.opening import job_url
+from orchestrator.supervisor.state_folder import StateFolder
+from tests.cli.conftest import Command
+
+CONFIG = """AuthInfo                = (null)
+ClusterName             = test
+KillWait                = 30 sec
+PreemptMode             = REQUEUE
+PreemptType             = preempt/partition_prio
+SLURM_VERSION           = 22.05.8
+"""
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands that answer with files of their names, and write down what they were given."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name in ("scontrol", "sbatch", "sinfo"):
+        program = folder / name
+        notes = f'echo "$@" >> {folder}/{name}.asked\ncat > {folder}/{name}.input\n'
+        program.write_text(f"#!/bin/sh\n{notes}. {folder}/{name}.answer\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (folder / "config").write_text(CONFIG)
+    (folder / "partition").write_text("PartitionName=low\n   GraceTime=0 PreemptMode=REQUEUE\n")
+    (folder / "scontrol.answer").write_text(f"cat {folder}/$2\n")
+    (folder / "sbatch.answer").write_text("echo '17;test'\n")
+    (folder / "sinfo.answer").write_text("echo 'low* high'\n")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+WORDS = ("run", "--scheduler", "slurm", "--job", "gpt", "--nodes", "2:4")
+
+
+def test_a_submission(command: Command, slurm: Path, tmp_path: Path) -> None:
+    result = command(
+        *(*WORDS, "--store", "jobs", "--workers-per-node", "8", "--sbatch=--gres=gpu:8", "--sbatch", "--time=1:00:00"),
+        *("--srun=--container-image=a b", "--", "python", "train.py", "--name=a b"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "warning: a job in the partition low that is preempted is ended at once (GraceTime=0)" in result.stderr
+    assert "a requeued job is not started again for 121 s" in result.stderr
+    assert "submitted as Slurm's job 17: its output goes to " in result.stderr
+    script = (slurm / "sbatch.input").read_text()
+    lines = script.splitlines()
+    assert lines[:7] == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=gpt",
+        "#SBATCH --nodes=2-4",
+        "#SBATCH --requeue",
+        "#SBATCH --no-kill",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={StateFolder('gpt', str(tmp_path / 'here' / 'jobs' / 'gpt')).path}/slurm-%j.log",
+    ]
+    assert lines[7:9] == ["#SBATCH --gres=gpu:8", "#SBATCH --time=1:00:00"]
+    words = shlex.split(lines[-1])
+    assert words[0] == "exec"
+    assert f"--store={tmp_path}/here/jobs" in words  # wherever the batch script runs
+    assert "--srun=--container-image=a b" in words
+    assert "--workers-per-node=8" in words
+    assert not any(word.startswith("--sbatch") for word in words)
+    assert words[-4:] == ["--", "python", "train.py", "--name=a b"]
+
+
+def test_a_dry_run_prints_the_script_and_submits_nothing(command: Command, slurm: Path) -> None:
+    (slurm.parent / "here" / "orchestrator.toml").write_text(
+        'job = "gpt"\nstore = "jobs"\nscheduler = "slurm"\nnodes = "2"\nsbatch = ["--gres=gpu:8"]\ncommand = ["true"]\n'
+    )
+    result = command("run", "--dry-run", "--take-over")
+    assert result.exit_code == 0, result.stderr
+    assert "#SBATCH --nodes=2\n" in result.stdout
+    assert f"--config={slurm.parent}/here/orchestrator.toml" in result.stdout
+    assert "--take-over -- true" in result.stdout
+    assert result.stderr.endswith("nothing was submitted\n")
+    assert not (slurm / "sbatch.asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--sbatch=--nodes=9",), "sbatch: --nodes cannot be given: the job's own settings say so"),
+        (("--sbatch=gpu",), "'gpu' is no option; write it with its value, as --partition=gpu"),
+        (("--srun=",), "is no option"),
+        (("--sbatch=--a\n#SBATCH --b",), "is no option"),
+    ],
+)
+def test_options_that_cannot_be(command: Command, slurm: Path, flags: tuple[str, ...], said: str) -> None:
+    result = command(*WORDS, "--store", "jobs", *flags, "--", "true")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (slurm / "sbatch.asked").exists()
+
+
+def test_a_submission_that_slurm_refuses(command: Command, slurm: Path) -> None:
+    (slurm / "sbatch.answer").write_text("echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n")
+    result = command(*WORDS, "--store", "jobs", "--", "true")
+    assert result.exit_code == 1
+    assert "sbatch --parsable: sbatch: error: invalid partition specified: gpu" in result.stderr
+
+
+def test_a_cluster_that_cannot_be_asked_is_no_reason_not_to_submit(command: Command, slurm: Path) -> None:
+    (slurm / "scontrol.answer").write_text("exit 1\n")
+    assert command(*WORDS, "--store", "jobs", "--", "true").exit_code == 0
+    assert (slurm / "sbatch.asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ("JobId=17 JobState=PENDING Reason=Resources", "Slurm's job 17 is PENDING (Resources)"),
+        ("JobId=17 JobState=PENDING Reason=launch_failed_requeued_held", "`scontrol release 17` lets it try again"),
+        ("JobId=17 JobState=CANCELLED Reason=None", "Slurm's job 17 has ended: CANCELLED"),
+        ("", "no supervisor of a job 'gpt' runs on this machine"),
+    ],
+)
+def test_the_status_of_what_slurm_has_not_started(command: Command, slurm: Path, record: str, said: str) -> None:
+    command(*WORDS, "--store", "jobs", "--", "true")
+    (slurm / "job").write_text(record + "\n")
+    result = command("status", "gpt")
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+def test_the_tasks_of_an_array_are_jobs_of_their_own() -> None:
+    settings = JobConfig(job="gpt", store="/jobs", command=("true",), scheduler="slurm")
+    assert _of_array(settings, {}).job == "gpt"
+    assert _of_array(settings, {"SLURM_ARRAY_TASK_ID": "3"}).job == "gpt-3"
+    assert job_url("/jobs", "gpt-3") == "/jobs/gpt-3"
