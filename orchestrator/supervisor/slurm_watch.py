@@ -20,7 +20,12 @@ from orchestrator.schedulers.slurm.records import HostRecord, JobRecord
 LOOK_SECONDS = 5.0
 LIMIT_SLACK_SECONDS = 60.0
 """Slurm looks at time limits every half minute, and may warn a minute early."""
-LEAVING_FLAGS = ("DRAIN", "DRAINED", "DRAINING", "REBOOT_REQUESTED", "REBOOT_ISSUED", "POWERING_DOWN", "FAILING")
+LEAVING_FLAGS = {
+    *("DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING"),
+    *("POWERING_DOWN", "POWER_DOWN", "REBOOT_ISSUED", "REBOOT_REQUESTED"),
+}
+PREEMPTING_REASONS = ("k8s: cordon:", "k8s: pod terminated: cordon:")
+"""CoreWeave's SUNK: the node is taken away at the end of a window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +57,16 @@ def departure(
     return None
 
 
-def host_leaves(record: HostRecord) -> str | None:
-    """Why nothing new is to be begun on a host whose processes still run; None if it is well. Pure."""
-    flags = sorted(record.states.intersection(LEAVING_FLAGS))
-    return f"{'+'.join(flags)} {record.reason}".strip() if flags else None
+def host_notice(record: HostRecord) -> NoticeKind | None:
+    """What a host's state means for what runs there; None: nothing. Pure.
+
+    One that is DOWN is lost by its step's end, not by a notice; one that does not respond may go.
+    """
+    if record.reason.startswith(PREEMPTING_REASONS):
+        return NoticeKind.PREEMPT
+    if record.states & LEAVING_FLAGS:
+        return NoticeKind.MAINTENANCE
+    return NoticeKind.HINT if "NOT_RESPONDING" in record.states else None
 
 
 class SlurmWatch:
@@ -82,7 +93,7 @@ class SlurmWatch:
         self._limit_notice_seconds = limit_notice_seconds
         self._kill_wait_seconds = kill_wait_seconds
         self._wake = asyncio.Event()
-        self._leaving_hosts: dict[str, str] = {}
+        self._said_of_hosts: dict[str, NoticeKind] = {}
         self.departure: Departure | None = None
 
     def wake(self) -> None:
@@ -127,14 +138,14 @@ class SlurmWatch:
         self._submit(Requested(request=Request.DRAIN, by=why.reason))
 
     def _look_at_hosts(self, hosts: dict[str, HostRecord]) -> None:
-        leaving = {name: why for name, record in hosts.items() if (why := host_leaves(record)) is not None}
+        said = {name: kind for name, record in hosts.items() if (kind := host_notice(record)) is not None}
         for node in self._nodes():
             name = host_of(node)
-            if name in leaving:
-                self._notice(node, "drain", NoticeKind.MAINTENANCE, None)
-            elif name in self._leaving_hosts:
-                self._notice(node, "drain", NoticeKind.CANCEL, None)
-        self._leaving_hosts = leaving
+            if name in said:
+                self._notice(node, f"host-{said[name]}", said[name], None)
+            if (before := self._said_of_hosts.get(name)) not in (None, said.get(name)):
+                self._notice(node, f"host-{before}", NoticeKind.CANCEL, None)
+        self._said_of_hosts = said
 
     def _notice(self, node: str, what: str, kind: NoticeKind, remaining_seconds: float | None) -> None:
         self._submit(

@@ -203,6 +203,7 @@ def test_a_script_of_ones_own(submitted: Submitted, reference: dict[str, str]) -
 
 def test_a_host_that_is_drained_is_left_and_the_job_goes_on_in_place(submitted: Submitted) -> None:
     """`drain` sends the job nothing: who does not ask learns of it at the end."""
+    submitted.environment["STEPS"] = "2000"
     submitted.submit(nodes="1:2")
     submitted.until_running()
     hosts = [record["node"] for record in submitted.events("node joined")]
@@ -212,7 +213,7 @@ def test_a_host_that_is_drained_is_left_and_the_job_goes_on_in_place(submitted: 
     try:
         submitted.until_running(2)
         print(f"from the drain to the next gang {time.time() - began:.1f} s")
-        assert submitted.await_end() == "COMPLETED"
+        assert submitted.verb("drain", JOB, "--wait").returncode == 0
     finally:
         submitted.cluster.run("scontrol", "update", f"nodename={victim}", "state=resume")
     (notice, *_) = submitted.events("notice received")

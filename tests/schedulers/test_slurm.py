@@ -29,7 +29,7 @@ from orchestrator.schedulers.slurm.records import (
 )
 from orchestrator.schedulers.slurm.submission import explain_waiting, inspect, judge_requeue, render
 from orchestrator.supervisor.slurm_job import in_allocation, is_over, owner_of
-from orchestrator.supervisor.slurm_watch import Departure, SlurmWatch, departure, host_leaves
+from orchestrator.supervisor.slurm_watch import Departure, SlurmWatch, departure, host_notice
 
 JOB = """JobId=7 JobName=gpt
    JobState=RUNNING Reason=None Dependency=(null)
@@ -95,10 +95,29 @@ def test_hosts() -> None:
     assert found["n2"].states == {"DOWN", "NOT_RESPONDING"}
     assert found["n3"].address == "n3"
     assert [record.usable for record in found.values()] == [False, False, True]
-    assert host_leaves(found["n1"]) == "DRAIN a fan is broken"
-    assert host_leaves(found["n2"]) is host_leaves(found["n3"]) is None
     with pytest.raises(SchedulerError, match="no node"):
         parse_hosts("Node n9 not found")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "kind"),
+    [
+        ("MIXED", "none", None),
+        ("IDLE+CLOUD", "none", None),
+        ("ALLOCATED+DRAIN", "Kill task failed [root@2026-01-01T09:00:00]", NoticeKind.MAINTENANCE),
+        ("MIXED+DRAIN", "k8s: cordon: pending preemption [slurm@2026-01-01T09:00:00]", NoticeKind.PREEMPT),
+        ("ALLOCATED", "k8s: pod terminated: cordon: x [slurm@2026-01-01T09:00:00]", NoticeKind.PREEMPT),
+        ("DOWN*", "Not responding [slurm@2026-01-01T09:00:00]", NoticeKind.HINT),
+        ("ALLOCATED*", "none", NoticeKind.HINT),
+        ("MIXED+NOT_RESPONDING", "none", NoticeKind.HINT),
+        ("ALLOCATED@", "none", NoticeKind.MAINTENANCE),
+        ("MIXED+FAIL", "flaky [root@2026-01-01T09:00:00]", NoticeKind.MAINTENANCE),
+    ],
+)
+def test_what_a_hosts_state_means(state: str, reason: str, kind: NoticeKind | None) -> None:
+    (record,) = parse_hosts(f"NodeName=gpu-7 Arch=x86_64\n   State={state} Weight=1\n   Reason={reason}\n").values()
+    assert host_notice(record) == kind
+    assert "[" not in record.reason
 
 
 @pytest.mark.parametrize(
@@ -332,6 +351,21 @@ def test_a_drained_host_and_one_that_is_well_again() -> None:
     notices = [event for event in events if isinstance(event, NoticeReceived)]
     assert [(one.node, one.kind) for one in notices] == [("n2~3", NoticeKind.MAINTENANCE), ("n2~3", NoticeKind.CANCEL)]
     assert notices[0].notice_id == notices[1].notice_id
+
+
+def test_a_host_that_does_not_respond_and_is_drained_then() -> None:
+    """The hint is withdrawn once it has become more."""
+    events: list[Event] = []
+    told = watch(events, ["n2"])
+    for states in (("MIXED", "NOT_RESPONDING"), ("MIXED", "NOT_RESPONDING", "DRAIN"), ("MIXED",)):
+        told._look_at_hosts({"n2": HostRecord(name="n2", address="n2", states=frozenset(states), reason="")})
+    notices = [event for event in events if isinstance(event, NoticeReceived)]
+    assert [(one.kind, one.notice_id) for one in notices] == [
+        (NoticeKind.HINT, "slurm-host-hint"),
+        (NoticeKind.MAINTENANCE, "slurm-host-maintenance"),
+        (NoticeKind.CANCEL, "slurm-host-hint"),
+        (NoticeKind.CANCEL, "slurm-host-maintenance"),
+    ]
 
 
 # -------------------------------------------------------------------------------------------------- the steps

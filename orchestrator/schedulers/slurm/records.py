@@ -21,9 +21,16 @@ ENDED_STATES = (
     *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 )
 """Of a job that does not come back by itself."""
+_MARKS = {
+    "*": "NOT_RESPONDING",
+    "%": "POWERING_DOWN",
+    "!": "POWER_DOWN",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+}
 UNUSABLE_FLAGS = {
     *("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "NOT_RESPONDING"),
-    *("POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED", "UNKNOWN"),
+    *("POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT_ISSUED", "REBOOT_REQUESTED", "UNKNOWN"),
 }
 """States and flags of a node on which nothing is to be started."""
 
@@ -127,12 +134,9 @@ def _host(text: str) -> HostRecord:
 def _states(text: str) -> Iterator[str]:
     """The state and its flags; a mark behind it is a flag in short."""
     for word in text.split("+"):
-        plain = word.rstrip("*~#!%$@^-")
+        plain = word.rstrip("".join(_MARKS) + "~#$-")
         yield plain
-        if "*" in word[len(plain) :]:
-            yield "NOT_RESPONDING"
-        if "%" in word[len(plain) :]:
-            yield "POWERING_DOWN"
+        yield from (flag for mark, flag in _MARKS.items() if mark in word[len(plain) :])
 
 
 def parse_partition(text: str) -> Partition:
