@@ -1,4 +1,4 @@
-"""AWS Auto Scaling is told that an instance may be terminated now (`CompleteLifecycleAction`): our only call to its API.
+"""AWS Auto Scaling is told that an instance may be terminated now (`CompleteLifecycleAction`). Our only call of AWS.
 
 Without it a group with a lifecycle hook keeps the instance, and its price, until the hook's time is over. Needs
 credentials of the instance's role; the SDK is loaded only then. Blocking.
