@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.agent.settings import AgentSettings
@@ -22,6 +22,7 @@ from orchestrator.clock import SystemClock
 from orchestrator.config import JobConfig
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Finish
+from orchestrator.core.states import JobSpec
 from orchestrator.errors import SchedulerError
 from orchestrator.schedulers.slurm.allocation import AGENT_COMMAND, Host, SlurmAllocation
 from orchestrator.schedulers.slurm.commands import SlurmCommands
@@ -100,6 +101,11 @@ def is_over(commands: SlurmCommands, owner: str, cluster: str) -> bool:
     return record is None or record.state in ENDED_STATES
 
 
+def spec_in(spec: JobSpec, host_count: int) -> JobSpec:
+    """An allocation does not grow: nobody waits for more nodes than it has hosts."""
+    return replace(spec, nodes_max=max(spec.nodes_min, min(spec.nodes_max, host_count)))
+
+
 class SlurmJob:
     """One run of a job in one allocation."""
 
@@ -156,7 +162,7 @@ class SlurmJob:
         )
         self.state.make()
         supervisor = self.supervisor = Supervisor(
-            self._config.spec(),
+            spec_in(self._config.spec(), len(self._place.hosts)),
             allocation,
             self._clock,
             EventLog(json_lines_sink(self.state.path / "events.jsonl"), self._on_event, *self._sinks),

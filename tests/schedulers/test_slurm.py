@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.clock import SystemClock
 from orchestrator.core.messages import Event, NoticeKind, NoticeReceived, Requested
+from orchestrator.core.states import JobSpec
 from orchestrator.errors import SchedulerError
 from orchestrator.schedulers.slurm import commands as commands_module
 from orchestrator.schedulers.slurm.allocation import Host, SlurmAllocation, host_of, step_environment
@@ -28,7 +29,7 @@ from orchestrator.schedulers.slurm.records import (
     parse_settings,
 )
 from orchestrator.schedulers.slurm.submission import explain_waiting, inspect, judge_requeue, render
-from orchestrator.supervisor.slurm_job import in_allocation, is_over, owner_of
+from orchestrator.supervisor.slurm_job import in_allocation, is_over, owner_of, spec_in
 from orchestrator.supervisor.slurm_watch import Departure, SlurmWatch, departure, host_notice
 
 JOB = """JobId=7 JobName=gpt
@@ -392,6 +393,12 @@ def test_the_command_of_a_step() -> None:
 def test_what_the_submission_said_of_tasks_is_not_handed_on() -> None:
     given = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": "7", "HOME": "/root"}
     assert step_environment(given) == {"SLURM_JOB_ID": "7", "HOME": "/root"}
+
+
+@pytest.mark.parametrize(("hosts", "nodes_max"), [(2, 2), (3, 3), (4, 4), (9, 4), (1, 2)])
+def test_nobody_waits_for_more_nodes_than_there_are_hosts(hosts: int, nodes_max: int) -> None:
+    spec = JobSpec(name="gpt", nodes_min=2, nodes_max=4, workers_per_node=8, save_every_steps=100)
+    assert spec_in(spec, hosts) == replace(spec, nodes_max=nodes_max)
 
 
 def test_where_we_are() -> None:
