@@ -185,6 +185,11 @@ def find_supervisor(job: str) -> SupervisorAddress:
     return found[0]
 
 
+def known_jobs() -> list[StateFolder]:
+    """The folders of all jobs that run or have run on this host, by name."""
+    return [StateFolder(job, url) for job, url in sorted(set(_jobs()))]
+
+
 def known_job(job: str) -> StateFolder:
     """The folder of a job that runs or has run on this host. Raises ConfigError with what to do."""
     urls = sorted({url for name, url in _jobs() if name == job})

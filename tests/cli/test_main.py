@@ -35,7 +35,7 @@ def test_version(command: Command) -> None:
     assert (result.exit_code, result.stdout) == (0, f"orchestrator {__version__}\n")
 
 
-@pytest.mark.parametrize("words", [["nosuch"], ["status"], ["resize", "job", "0"], ["run", "--nosuch"], []])
+@pytest.mark.parametrize("words", [["nosuch"], ["drain"], ["resize", "job", "0"], ["run", "--nosuch"], []])
 def test_usage_errors(command: Command, words: list[str]) -> None:
     assert command(*words).exit_code == 2
 
