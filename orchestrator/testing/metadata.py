@@ -29,7 +29,7 @@ from orchestrator.testing.metadata_server import MetadataServer, http_date, rfc3
 
 
 class SimulatedAWS(MetadataServer):
-    """IMDSv2 of a spot instance in an Auto Scaling group."""
+    """IMDSv2 of a spot instance in an Auto Scaling group with a lifecycle hook, and the API that completes the hook."""
 
     lead_seconds: float = 120.0
     token_header = "X-aws-ec2-metadata-token"
@@ -40,11 +40,14 @@ class SimulatedAWS(MetadataServer):
         self.token_seconds = token_seconds
         self._quiet = {
             "instance-id": instance_id,
+            "placement/region": "us-east-1",
             "events/maintenance/scheduled": "[]",
             "autoscaling/target-lifecycle-state": "InService",
         }
         self.keys: dict[str, str] = dict(self._quiet)
         """What is answered, by key; may be changed at will. A key that is not here is a 404."""
+        self.completed: list[str] = []
+        """Instances whose lifecycle action was completed: the group has terminated them by now."""
         self._tokens: dict[str, float] = {}
         self._numbers = itertools.count(1)
 
@@ -56,6 +59,10 @@ class SimulatedAWS(MetadataServer):
     def forget(self) -> None:
         """Nothing is announced any more."""
         self.keys = dict(self._quiet)
+
+    def scale_in(self) -> None:
+        """The group is to have one instance less: this one. It waits until its lifecycle action is completed."""
+        self.keys["autoscaling/target-lifecycle-state"] = "Terminated"
 
     def recommend_rebalance(self) -> None:
         """The hint that an interruption has become likely."""
@@ -82,11 +89,34 @@ class SimulatedAWS(MetadataServer):
         self._tokens.clear()
 
     def routes(self) -> list[web.RouteDef]:
-        """The token, and the keys."""
+        """The token, the keys, and three actions of Auto Scaling's API."""
         return [
             web.put("/latest/api/token", self._token),
             web.get("/latest/meta-data/{key:.+}", self._key),
+            web.post("/", self._auto_scaling),
         ]
+
+    async def _auto_scaling(self, request: web.Request) -> web.Response:
+        asked = await request.post()
+        action = str(asked.get("Action"))
+        if action == "DescribeAutoScalingInstances" and asked.get("InstanceIds.member.1") == self.instance_id:
+            member = "<member><AutoScalingGroupName>group</AutoScalingGroupName></member>"
+            content = f"<AutoScalingInstances>{member}</AutoScalingInstances>"
+        elif action == "DescribeLifecycleHooks":
+            content = "".join(
+                f"<member><LifecycleHookName>{name}</LifecycleHookName>"
+                f"<LifecycleTransition>autoscaling:EC2_INSTANCE_{when}</LifecycleTransition></member>"
+                for name, when in (("drain", "TERMINATING"), ("warm", "LAUNCHING"))
+            )
+            content = f"<LifecycleHooks>{content}</LifecycleHooks>"
+        elif action == "CompleteLifecycleAction" and asked.get("LifecycleHookName") == "drain":
+            self.completed.append(str(asked.get("InstanceId")))
+            content = ""
+        else:
+            error = "<ErrorResponse><Error><Code>ValidationError</Code></Error></ErrorResponse>"
+            return web.Response(status=400, text=error)
+        text = f"<{action}Response><{action}Result>{content}</{action}Result></{action}Response>"
+        return web.Response(text=text, content_type="text/xml")
 
     async def _token(self, request: web.Request) -> web.Response:
         asked = request.headers.get(f"{self.token_header}-ttl-seconds", "")
