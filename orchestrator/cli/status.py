@@ -23,7 +23,7 @@ def status(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until the job ends.")] = False,
 ) -> None:
-    """Show what a running job is doing: phase, step, what is wrong, checkpoints and saves, nodes and ranks."""
+    """Show what a running job is doing: phase, step, newest checkpoint, nodes and ranks."""
     client = connect(job)
     if not watch:
         now = client.status()
