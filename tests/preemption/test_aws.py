@@ -13,7 +13,8 @@ from orchestrator.errors import SourceError
 from orchestrator.preemption import aws
 from orchestrator.preemption.base import Reading, rfc3339_seconds
 from orchestrator.preemption.metadata import Metadata
-from orchestrator.testing.metadata import Body, SimulatedAWS, rfc3339
+from orchestrator.testing.metadata import SimulatedAWS
+from orchestrator.testing.metadata_server import Body, rfc3339
 from tests.preemption.listening import EVERY_SECONDS, Listener, listening, until
 
 NOW = rfc3339_seconds("2017-09-18T08:20:00Z")
