@@ -9,6 +9,8 @@ from __future__ import annotations
 from orchestrator.errors import SourceError
 
 REQUEST_SECONDS = 3.0
+COMPLETE_SECONDS_MAX = 20.0
+"""For all of its requests; the SDK alone takes a second to load."""
 TRANSITION = "autoscaling:EC2_INSTANCE_TERMINATING"
 PERMISSIONS = (
     "autoscaling:DescribeAutoScalingInstances, autoscaling:DescribeLifecycleHooks and "
@@ -49,5 +51,7 @@ def complete(instance_id: str, region: str, endpoint_url: str | None = None) -> 
                 InstanceId=instance_id,
             )
         return len(names)
-    except (BotoCoreError, ClientError, KeyError) as error:
+    except ClientError as error:
         raise SourceError(f"{error}; the instance's role needs {PERMISSIONS}") from error
+    except (BotoCoreError, KeyError) as error:
+        raise SourceError(f"Auto Scaling could not be told: {error}") from error

@@ -72,6 +72,7 @@ def sources(
             every_seconds=every_seconds,
             withdraws=withdraws,
             acknowledge=acknowledge,
+            acknowledge_seconds=autoscaling.COMPLETE_SECONDS_MAX,
         )
 
     return [

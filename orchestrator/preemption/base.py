@@ -73,6 +73,8 @@ class Source:
     """An event that is not there any more is withdrawn. Else what was said once stands."""
     acknowledge: Callable[[str], Awaitable[None]] | None = None
     """Tells the source that the machine may go now, for the event of that id. Raises SourceError."""
+    acknowledge_seconds: float = 2.0
+    """How long that may take."""
 
     @property
     def name(self) -> str:

@@ -22,7 +22,6 @@ AHEAD_SECONDS = 900.0
 BACKOFF_FACTOR_MAX = 4.0
 """A source that cannot be read is looked at so much more rarely at most: a notice may come in that time."""
 BLIND_AFTER_SECONDS = 10.0
-ACKNOWLEDGE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +190,7 @@ class Watcher:
                 if told.kind is NoticeKind.HINT:
                     continue
                 try:
-                    async with asyncio.timeout(ACKNOWLEDGE_SECONDS):
+                    async with asyncio.timeout(source.acknowledge_seconds):
                         await source.acknowledge(event_id)
                 except (SourceError, TimeoutError) as error:
                     problems.append(f"{name}: {event_id} was not acknowledged: {str(error) or 'no answer in time'}")

@@ -148,6 +148,7 @@ def terms_of(config: JobConfig, job_url: str) -> str:
         "workers_per_node": config.workers_per_node,
         "grace_seconds": config.grace_seconds,
         "notices": config.notices,
+        "device_check_seconds": config.device_check_seconds,
         "staging": config.staging,
         "job_url": job_url,
         "folder": os.getcwd(),

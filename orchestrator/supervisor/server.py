@@ -106,8 +106,8 @@ class SupervisorServer:
 def parse_request(body: dict[str, Any]) -> Requested:
     """What a verb asks for. Raises ValueError, KeyError, TypeError, AttributeError."""
     what, nodes, step = Request(body["request"]), body.get("nodes"), body.get("step")
-    if (what is Request.RESIZE) != (isinstance(nodes, int) and 1 <= nodes <= 4096):
+    if (what is Request.RESIZE) != (type(nodes) is int and 1 <= nodes <= 4096):
         raise ValueError("resize takes a number of nodes from 1 to 4096, other requests take none")
-    if (what is Request.ROLLBACK) != (isinstance(step, int) and 0 <= step < 1 << 63):
+    if (what is Request.ROLLBACK) != (type(step) is int and 0 <= step < 1 << 63):
         raise ValueError("rollback takes a step, other requests take none")
     return Requested(request=what, by=str(body.get("by", "a request"))[:200], nodes=nodes, step=step)

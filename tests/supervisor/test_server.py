@@ -135,6 +135,8 @@ def test_status_says_how_far_each_rank_of_a_save_is() -> None:
         {"request": "drain", "nodes": 2},
         {"request": "rollback"},
         {"request": "rollback", "step": -1},
+        {"request": "rollback", "step": True},
+        {"request": "resize", "nodes": True},
         {"request": "rollback", "step": "10"},
         {"request": "drain", "step": 10},
         {},
