@@ -1,8 +1,8 @@
 """All benchmarks of the checkpoint engine, one after another, and one table: `make bench`, or `python -m benchmarks`.
 
 Each script runs in a fork of this process with its part of the time; on two cores all take about a quarter of an hour.
-Scripts that need a job or a scale of their own are not among them: `notice_to_commit`, `index_scale`,
-`supervisor_scale`.
+Scripts that need a job or a scale of their own are not among them: `notice_to_commit`, `notice_latency`,
+`index_scale`, `supervisor_scale`.
 """
 
 from __future__ import annotations

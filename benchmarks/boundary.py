@@ -96,18 +96,8 @@ def measure_share(given: Options, boundary_microseconds: float) -> tuple[Samples
 def running(folder: Path, staging: Path) -> Iterator[list[int]]:
     """A job that trains; the process ids of its supervisor and agent."""
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "orchestrator",
-            "run",
-            "--notices",
-            "none",
-            "--job",
-            "job",
-            "--store",
-            str(folder / "store"),
-        ),
+        *(sys.executable, "-m", "orchestrator", "run", "--notices", "none"),
+        *("--job", "job", "--store", str(folder / "store")),
         *("--nodes", "1", "--workers-per-node", "1", "--save-every", "0", "--staging", str(staging), "--"),
         *(sys.executable, "-m", "benchmarks.ten_millisecond_steps", str(folder), str(STEP_SECONDS)),
     ]

@@ -57,18 +57,8 @@ def measure(state: State, given: Options, folder: Path, staging: Path) -> dict[s
         "compute_seconds": QUICK_COMPUTE_SECONDS if given.quick else COMPUTE_SECONDS,
     }
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "orchestrator",
-            "run",
-            "--notices",
-            "none",
-            "--job",
-            "job",
-            "--store",
-            str(folder / "store"),
-        ),
+        *(sys.executable, "-m", "orchestrator", "run", "--notices", "none"),
+        *("--job", "job", "--store", str(folder / "store")),
         *("--nodes", "1", "--workers-per-node", "1", "--save-every", "0", "--staging", str(staging), "--"),
         *(sys.executable, "-m", "benchmarks.training_to_inflate", json.dumps(setting)),
     ]

@@ -102,16 +102,8 @@ def measure_orchestrator(setting: Setting, folder: Path, part: float) -> Sample:
     with tempfile.TemporaryDirectory(prefix="notice-to-commit-", dir=MEMORY, ignore_cleanup_errors=True) as staging:
         (folder / "settings.toml").write_text(f"replacement_seconds = {REPLACEMENT_SECONDS}\n")
         command = [
-            *(
-                sys.executable,
-                "-m",
-                "orchestrator",
-                "run",
-                "--notices",
-                "none",
-                "--config",
-                str(folder / "settings.toml"),
-            ),
+            *(sys.executable, "-m", "orchestrator", "run", "--notices", "none"),
+            *("--config", str(folder / "settings.toml")),
             *("--job", "job", "--store", str(folder / "store")),
             *("--nodes", str(RANKS), "--workers-per-node", "1", "--save-every", "0", "--staging", staging, "--"),
             *setting.words("orchestrator", folder),

@@ -63,7 +63,7 @@ class JobConfig(BaseModel):
     """What is watched beside signals: auto, none, or a list of clouds, webhook and file:/path, with commas.
     In a rehearsal a cloud, or auto, is CLOUD@http://127.0.0.1:PORT."""
     grace_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
-    """Seconds that a signal leaves where its sender does not say (30: what most clouds give at least)."""
+    """Seconds that a signal, or a notice without a time, leaves (30: what most clouds give at least); more than 1."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
     """Failures from one checkpoint before an older one is tried (as often); then the job stops. Not preemptions."""
     gather_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0

@@ -13,7 +13,7 @@ from orchestrator.agent.ports import Runtime
 from orchestrator.agent.workers import Worker
 from orchestrator.core.messages import Look, Looked, RankLook
 from orchestrator.health import stacks
-from orchestrator.health.progress import Reading
+from orchestrator.health.progress import ProcessReading
 
 LOOK_SECONDS = 1.0
 
@@ -43,7 +43,7 @@ async def inspect(gang: LocalGang, runtime: Runtime, action: Look, awake_seconds
     )
 
 
-def _describe(worker: Worker, text: str, before: Reading, after: Reading, base_step: int) -> RankLook:
+def _describe(worker: Worker, text: str, before: ProcessReading, after: ProcessReading, base_step: int) -> RankLook:
     ident = (worker.control.info or {}).get("main_thread")
     place = None if ident is None else stacks.main_thread(text, int(ident))
     step = worker.control.step

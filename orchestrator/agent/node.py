@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Coroutine
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from orchestrator.agent.inheritance import Inheritance
 from orchestrator.agent.inspection import inspect
 from orchestrator.agent.notices import NoticeWatch
 from orchestrator.agent.ports import AgentPorts, real_ports
+from orchestrator.agent.reports import Reports
 from orchestrator.agent.saves import LocalSaves
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.agent.staged import Nearby, NodeObjects
@@ -46,7 +46,6 @@ from orchestrator.core.messages import (
     EndWorkers,
     Event,
     HandOver,
-    HostReported,
     LaunchWorkers,
     Look,
     Mode,
@@ -68,7 +67,6 @@ from orchestrator.core.messages import (
     Uploaded,
     UploadFailed,
     Verdict,
-    WatcherReported,
 )
 from orchestrator.errors import FormatError, ProtocolError, StoreError
 from orchestrator.preemption.process import NOTICE_SIGNALS
@@ -117,11 +115,8 @@ class Agent:
         self._saves = LocalSaves()
         self._supervisors_met = 0
         self._awake_since = self._looked_at = ports.clock.monotonic()
-        self._notices: dict[str, tuple[NoticeReceived, float]] = {}
-        """Notices that stand, with the time at which each came."""
-        self._watch = NoticeWatch(settings, ports.clock, self.notice, self.watcher_reported)
-        self._blind: dict[str, WatcherReported] = {}
-        self._host_troubles: dict[str, HostReported] = {}
+        self.reports = Reports(ports.clock, self._post)
+        self._watch = NoticeWatch(settings, ports.clock, self.reports.notice, self.reports.watcher)
         self._devices = self._device_watch(ports)
         self._unfit: str | None = None
         """Why this node does not join."""
@@ -148,7 +143,7 @@ class Agent:
         if self._ports.reason_not_to_join is not None and self._settings.attach_folder is None:
             self._unfit = await asyncio.to_thread(self._ports.reason_not_to_join)
         if self._ports.read_host is not None:
-            self._spawn(watch_host(self._settings.node, self._ports.read_host, self.host_reported))
+            self._spawn(watch_host(self._settings.node, self._ports.read_host, self.reports.host))
         if self._devices is not None:
             self._spawn(self._devices.run())
         client = asyncio.create_task(self._client.run())
@@ -193,7 +188,7 @@ class Agent:
     def _device_watch(self, ports: AgentPorts) -> DeviceWatch | None:
         if ports.read_devices is None:
             return None
-        return DeviceWatch(self._settings.node, ports.read_devices, ports.new_kernel_log_lines, self.host_reported)
+        return DeviceWatch(self._settings.node, ports.read_devices, ports.new_kernel_log_lines, self.reports.host)
 
     def _post(self, event: Event) -> None:
         self._channel.post(event)
@@ -206,16 +201,12 @@ class Agent:
         if self._unfit is not None:
             self._post(NodeUnfit(node=self._settings.node, reason=self._unfit))
             return  # the supervisor gives this node back
-        now = self._clock.monotonic()
         adopts = self._settings.attach_folder is not None
         running = None if self._gang is None or adopts else self._gang.returned(self._saves)
         settings = self._settings
         url = self._objects_url
         self._post(NodeJoined(node=settings.node, workers=settings.workers, objects_url=url, returned=running))
-        for notice, since in self._notices.values():
-            left = notice.remaining_seconds
-            self._post(replace(notice, remaining_seconds=None if left is None else left - (now - since)))
-        for report in chain[Event](self._blind.values(), self._host_troubles.values()):
+        for report in self.reports.standing():
             self._post(report)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -230,37 +221,8 @@ class Agent:
             self._failed = True
             self._over.set()  # a bug in the agent: the node is given up rather than left half alive
 
-    def notice(self, event: NoticeReceived) -> None:
-        """Somebody on this node has learnt that it will go, may go, or stays after all."""
-        if event.kind is NoticeKind.CANCEL:
-            self._notices.pop(event.notice_id, None)
-        else:
-            self._notices.setdefault(event.notice_id, (event, self._clock.monotonic()))
-        self._post(event)
-
-    @property
-    def _goes(self) -> bool:
-        """Whether a notice stands that is more than a hint."""
-        return any(event.kind is not NoticeKind.HINT for event, _ in self._notices.values())
-
-    def watcher_reported(self, report: WatcherReported) -> None:
-        """Whether a source of notices can be read."""
-        if report.problem is None:
-            self._blind.pop(report.source, None)
-        else:
-            self._blind[report.source] = report
-        self._post(report)
-
-    def host_reported(self, report: HostReported) -> None:
-        """Something is wrong with the host or a device, or is well again."""
-        if report.problem is None:
-            self._host_troubles.pop(report.what, None)
-        else:
-            self._host_troubles[report.what] = report
-        self._post(report)
-
     def _on_signal(self, number: int) -> None:
-        self.notice(
+        self.reports.notice(
             NoticeReceived(
                 node=self._settings.node,
                 source=f"{signal.Signals(number).name} to the agent",
@@ -294,7 +256,7 @@ class Agent:
     def _alone(self, now: float) -> bool:
         """The supervisor is away. Where this node will go there is no time to wait and see."""
         silent_seconds = now - self._client.connected_seconds
-        return not self._client.connected and (self._goes or silent_seconds > ALONE_AFTER_SECONDS)
+        return not self._client.connected and (self.reports.node_goes or silent_seconds > ALONE_AFTER_SECONDS)
 
     def _upload_alone(self, gang: LocalGang) -> None:
         """Nobody may be there to order it: what was decided and is staged here becomes durable; receipts decide."""
@@ -315,7 +277,7 @@ class Agent:
                 gang.forget_progress()  # the supervisor is away: it gets the newest steps when it is back
                 continue
             if isinstance(event, NoticeReceived):
-                self.notice(event)
+                self.reports.notice(event)
                 continue
             self._post(event)
             if isinstance(event, Staged):
@@ -611,7 +573,7 @@ class Agent:
     def _hurried(self) -> bool:
         """Whether uploads may be in the way of the training here: nobody trains, or there is no time to lose."""
         gang = self._gang
-        return self._goes or gang is None or not gang.in_training
+        return self.reports.node_goes or gang is None or not gang.in_training
 
     def _forget_upload(self, place: ShardPlace) -> None:
         """It failed: whoever orders it again gets it."""

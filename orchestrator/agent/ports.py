@@ -25,7 +25,7 @@ from orchestrator.health.gpu import NVIDIA_SMI, Answer, read_devices
 from orchestrator.health.host import HostReading, read_host
 from orchestrator.health.joining import has_devices, reason_not_to_join
 from orchestrator.health.kernel_log import KernelLog
-from orchestrator.health.progress import Reading
+from orchestrator.health.progress import ProcessReading
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.filesystem import FolderStore
 from orchestrator.storage.peers import PeerStore
@@ -48,7 +48,7 @@ class Runtime(Protocol):
         """End it at once, with everything it started."""
         ...
 
-    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+    def read(self, workers: Sequence[Worker]) -> list[ProcessReading]:
         """What each of them does at this moment."""
         ...
 

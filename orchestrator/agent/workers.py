@@ -19,7 +19,7 @@ from pathlib import Path
 from orchestrator.agent import exec_worker
 from orchestrator.checkpoint.slots import ControlBlock, Record
 from orchestrator.health import memory, stacks
-from orchestrator.health.progress import Reading, read_processes
+from orchestrator.health.progress import ProcessReading, read_processes
 
 EVIDENCE_BYTES = 16384
 OUTPUT_BYTES = 1 << 20  # copied at most at a time
@@ -101,7 +101,7 @@ class ProcessRuntime:
             signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
         _kill_group(worker)
 
-    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+    def read(self, workers: Sequence[Worker]) -> list[ProcessReading]:
         """See the port."""
         return read_processes([worker.pid for worker in workers])
 

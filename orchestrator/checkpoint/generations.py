@@ -110,17 +110,21 @@ def open_generation(
             "none of the committed checkpoints can be used, and starting afresh would lose them: " + "; ".join(skipped),
         )
     base = chosen.id if chosen else None
-    record = fmt.BaseRecord(
-        version=fmt.FORMAT_VERSION,
-        generation=number,
-        checkpoint_generation=base.generation if base else None,
-        checkpoint_step=base.step if base else None,
-    )
     try:
-        store.create(fmt.base_key(number), [fmt.dump(record)])
+        _create_base(store, number, base)
     except AlreadyExistsError:  # another attempt of this very process was faster: this one opens the next
         return open_generation(store, who, number, avoid, wall_seconds, rollback_to=rollback_to)
     return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped)
+
+
+def _create_base(store: ObjectStore, generation: int, base: CheckpointId | None) -> None:
+    record = fmt.BaseRecord(
+        version=fmt.FORMAT_VERSION,
+        generation=generation,
+        checkpoint_generation=base.generation if base else None,
+        checkpoint_step=base.step if base else None,
+    )
+    store.create(fmt.base_key(generation), [fmt.dump(record)])
 
 
 def _skipped(catalog: Catalog, chosen: CheckpointId | None, avoid: Collection[CheckpointId]) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ passed that step, or is gone.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import struct
@@ -26,10 +25,11 @@ from typing import Any
 
 import crc32c as _crc32c
 
+from orchestrator.checkpoint import findings
 from orchestrator.checkpoint.format import parse_header
 from orchestrator.core.messages import CheckpointId, Mode
 from orchestrator.errors import ProtocolError
-from orchestrator.health.loss import Finding, LossState
+from orchestrator.health.loss import Finding
 
 MAGIC = 0x4F52_4348_4354_4C31  # "ORCHCTL1"
 SLOTS = 2
@@ -43,8 +43,7 @@ _THERE_SHIFT, _THERE_STEP_MASK = 48, 0xFFFF
 _WORD_PAUSE_UNTIL_NS = 28
 _WORD_LOSS_FINDINGS = 29  # how many there were; the last four are in cells of seven words
 _WORD_SELECTOR, _WORD_OUTCOME = 32, 33
-_FINDINGS, _FINDINGS_AT_BYTE, _FINDING_BYTES = 4, 8 * 34, 56
-_FINDING = struct.Struct("<QQQddd")  # state, step, good step + 1, value, usual, bound; not a number: None
+_FINDINGS, _FINDINGS_AT_BYTE = 4, 8 * 34
 _CELLS_AT_BYTE = 512
 _CELL = struct.Struct("<QQQQQQ")  # sequence, proposal ballot, proposal step + 1, decided step + 1, mode, absent bytes
 _STEP_BITS = 42
@@ -222,17 +221,8 @@ class ControlBlock:
     def tell_loss(self, finding: Finding) -> None:
         """Publish what was found about the loss; the agent can read the last four."""
         count = self._words[_WORD_LOSS_FINDINGS]
-        body = _FINDING.pack(
-            finding.state,
-            finding.step,
-            0 if finding.good_step is None else finding.good_step + 1,
-            finding.value,
-            math.nan if finding.usual is None else finding.usual,
-            math.nan if finding.bound is None else finding.bound,
-        )
-        start = _FINDINGS_AT_BYTE + count % _FINDINGS * _FINDING_BYTES
-        self._memory[start : start + len(body)] = body
-        struct.pack_into("<I", self._memory, start + len(body), _crc32c.crc32c(body))
+        packed, start = findings.pack(finding), self._finding_at_byte(count)
+        self._memory[start : start + len(packed)] = packed
         self._words[_WORD_LOSS_FINDINGS] = count + 1
 
     def set_slot_bytes(self, size_bytes: int) -> None:
@@ -418,19 +408,12 @@ class ControlBlock:
         """The finding of that number, the first being 1; None: newer ones took its place, or it is not whole yet."""
         if not max(0, self.loss_findings - _FINDINGS) < number <= self.loss_findings:
             return None
-        start = _FINDINGS_AT_BYTE + (number - 1) % _FINDINGS * _FINDING_BYTES
-        body = self._memory[start : start + _FINDING.size]
-        if struct.unpack_from("<I", self._memory, start + _FINDING.size)[0] != _crc32c.crc32c(body):
-            return None
-        state, step, good, value, usual, bound = _FINDING.unpack(body)
-        return Finding(
-            state=LossState(state),
-            step=step,
-            value=value,
-            usual=None if math.isnan(usual) else usual,
-            bound=None if math.isnan(bound) else bound,
-            good_step=None if good == 0 else good - 1,
-        )
+        start = self._finding_at_byte(number - 1)
+        return findings.unpack(self._memory[start : start + findings.CELL_BYTES])
+
+    @staticmethod
+    def _finding_at_byte(index: int) -> int:
+        return _FINDINGS_AT_BYTE + index % _FINDINGS * findings.CELL_BYTES
 
     @property
     def slot_bytes(self) -> int:

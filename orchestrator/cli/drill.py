@@ -27,7 +27,7 @@ from orchestrator.schedulers.leftovers import start_ticks
 
 if TYPE_CHECKING:
     from orchestrator.testing.machines import Machines
-    from orchestrator.testing.metadata import Fault
+    from orchestrator.testing.metadata_server import Fault
 
 ANCESTORS_MAX = 64
 
@@ -189,7 +189,7 @@ async def _announce(machines: Machines, after: float, deadline: float | None) ->
 
 
 def _faults() -> dict[FaultName, Fault]:
-    from orchestrator.testing.metadata import Body, Cut, Slow, Status, Unauthorized
+    from orchestrator.testing.metadata_server import Body, Cut, Slow, Status, Unauthorized
 
     return {
         FaultName.UNAUTHORIZED: Unauthorized(),

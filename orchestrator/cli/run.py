@@ -61,12 +61,12 @@ def run(
         str | None, typer.Option(metavar="STEPS", help="Besides, keep the first checkpoint of every STEPS for good.")
     ] = None,
     grace_seconds: Annotated[
-        str | None, typer.Option(metavar="S", help="Time that a signal leaves where its sender does not say.")
+        str | None, typer.Option(metavar="S", help="Time that a signal, or a notice without a time, leaves.")
     ] = None,
     notices: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT", help="auto, none, or clouds, webhook, file:/path with commas; CLOUD@URL: see drill."
+            metavar="WHAT", help="auto, none, or clouds, webhook, file:/path, with commas; rehearsals: CLOUD@URL."
         ),
     ] = None,
     max_failures: Annotated[

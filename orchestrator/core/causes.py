@@ -41,7 +41,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Diagnosis:
     """A cause and how it is told: the exit status, and what is known beyond it."""
 
     cause: Cause
@@ -73,37 +73,37 @@ _CHILD_KILLED = re.compile(r"killed by signal: Killed")
 """torch's DataLoader, of a worker process that is gone by SIGKILL."""
 
 
-def cause_of(event: RankExited, going: Collection[str] = ()) -> Found:
+def cause_of(event: RankExited, going: Collection[str] = ()) -> Diagnosis:
     """The cause of one exit that was not our doing; `going` are the nodes that a notice has named."""
     code = event.exit_code
     how = describe_exit(code)
     if code == 0:
-        return Found(cause=Cause.FINISHED, words=how)
+        return Diagnosis(cause=Cause.FINISHED, words=how)
     if event.verdict is Verdict.REFUSED or code == ExitCode.NEVER_RESTART:
-        return Found(cause=Cause.REFUSED, words=how)
+        return Diagnosis(cause=Cause.REFUSED, words=how)
     if code in (-SIGKILL, -SIGTERM) and event.node in going:
-        return Found(cause=Cause.PREEMPTED, words=f"{how}: its node was announced to go")
+        return Diagnosis(cause=Cause.PREEMPTED, words=f"{how}: its node was announced to go")
     if code == -SIGKILL:
         return _killed(event, how)
     if code == -SIGTERM:
-        return Found(cause=Cause.KILLED, words=f"{how}: somebody sent SIGTERM")
+        return Diagnosis(cause=Cause.KILLED, words=f"{how}: somebody sent SIGTERM")
     said = last_words(event)
     if event.memory_kills and _CHILD_KILLED.search(said):
-        return Found(cause=Cause.OUT_OF_MEMORY, words=f"{how}: a process of its own was killed, {_kills(event)}")
+        return Diagnosis(cause=Cause.OUT_OF_MEMORY, words=f"{how}: a process of its own was killed, {_kills(event)}")
     cause = next((cause for cause, pattern in _SAID.items() if pattern.search(said)), None)
     if cause is not None:
-        return Found(cause=cause, words=f"{how}: {cause}")
+        return Diagnosis(cause=cause, words=f"{how}: {cause}")
     if code is None:
-        return Found(cause=Cause.UNKNOWN, words=how)
-    return Found(cause=Cause.CRASHED, words=how + (f" ({_kills(event)})" if event.memory_kills else ""))
+        return Diagnosis(cause=Cause.UNKNOWN, words=how)
+    return Diagnosis(cause=Cause.CRASHED, words=how + (f" ({_kills(event)})" if event.memory_kills else ""))
 
 
-def _killed(event: RankExited, how: str) -> Found:
+def _killed(event: RankExited, how: str) -> Diagnosis:
     if event.memory_kills is None:
-        return Found(cause=Cause.KILLED, words=f"{how}: by whom cannot be seen, nor whether for want of memory")
+        return Diagnosis(cause=Cause.KILLED, words=f"{how}: by whom cannot be seen, nor whether for want of memory")
     if event.memory_kills:
-        return Found(cause=Cause.OUT_OF_MEMORY, words=f"{how}: out of memory, {_kills(event)}")
-    return Found(cause=Cause.KILLED, words=f"{how}: by somebody, its cgroup counted no kill for want of memory")
+        return Diagnosis(cause=Cause.OUT_OF_MEMORY, words=f"{how}: out of memory, {_kills(event)}")
+    return Diagnosis(cause=Cause.KILLED, words=f"{how}: by somebody, its cgroup counted no kill for want of memory")
 
 
 def _kills(event: RankExited) -> str:

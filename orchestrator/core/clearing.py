@@ -91,46 +91,46 @@ def _judge(turn: Turn) -> None:
     if job.lost_in_gang and not refused:
         _judge_loss(turn)
         return
-    verdict = after_exits(
+    after = after_exits(
         exits,
         ever_attached=job.ever_attached or job.base is not None or any(event.attached for event in exits),
         fault=job.fault,
         going=job.going,
     )
-    if verdict.avoid_node is not None:
-        breaking.do_without(turn, verdict.avoid_node, verdict.reason)
-    if verdict.counts_as_failure:
-        verdict = _climb(turn, verdict)
+    if after.avoid_node is not None:
+        breaking.do_without(turn, after.avoid_node, after.reason)
+    if after.counts_as_failure:
+        after = _climb(turn, after)
     job = turn.job
     if job.spec.attached and job.ending is None:
-        verdict_reason = f"attached workers are gone: {verdict.reason}"
-        turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=verdict_reason))
-    elif not verdict.restart and job.ending is None:
-        turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=verdict.exit_code, reason=verdict.reason))
+        reason = f"attached workers are gone: {after.reason}"
+        turn.set(ending=Ending(outcome=Outcome.DRAINED, exit_code=int(ExitCode.FAILED), reason=reason))
+    elif not after.restart and job.ending is None:
+        turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=after.exit_code, reason=after.reason))
 
 
-def _climb(turn: Turn, verdict: AfterExit) -> AfterExit:
+def _climb(turn: Turn, after: AfterExit) -> AfterExit:
     """Count a failure; where the same base has been tried often enough, take the next rung of the ladder."""
     job = turn.job
     assert job.gang is not None
     base = job.newest_committed
-    attempt = Attempt(generation=job.gang.generation, base=base, how=verdict.reason)
+    attempt = Attempt(generation=job.gang.generation, base=base, how=after.reason)
     turn.set(failures=job.failures + 1, attempts=(*job.attempts, attempt))
-    cause = str(verdict.cause)
-    if not verdict.restart:
-        turn.note("failure judged", verdict.reason, facts=turn.facts(restart=False, cause=cause))
-        return verdict
+    cause = str(after.cause)
+    if not after.restart:
+        turn.note("failure judged", after.reason, facts=turn.facts(restart=False, cause=cause))
+        return after
     choice = ladder.climb(turn.job.attempts, failures_max=job.spec.failures_max)
     if choice.rung is Rung.AGAIN and base in job.avoid:
         choice = replace(choice, rung=Rung.OLDER)  # it could not be read: no use in trying that again
-    reason = f"{verdict.reason}: {choice.reason}"
+    reason = f"{after.reason}: {choice.reason}"
     restart = choice.rung is not Rung.STOP
     turn.note("failure judged", reason, facts=turn.facts(restart=restart, next=str(choice.rung), cause=cause))
     if not restart:
-        return replace(verdict, restart=False, exit_code=int(ExitCode.NEVER_RESTART), reason=reason)
+        return replace(after, restart=False, exit_code=int(ExitCode.NEVER_RESTART), reason=reason)
     if choice.rung is Rung.OLDER and base is not None and base not in job.avoid:
         turn.set(avoid=(*job.avoid, base))
-    return verdict
+    return after
 
 
 def _judge_loss(turn: Turn) -> None:

@@ -20,8 +20,9 @@ from orchestrator.core import (
     straggling,
 )
 from orchestrator.core.ladder import evidence, growing_seconds
-from orchestrator.core.membership import choose_size, form, order
+from orchestrator.core.membership import Gang, choose_size, form, order
 from orchestrator.core.messages import (
+    CheckpointId,
     GenerationOpened,
     GenerationRefused,
     LaunchWorkers,
@@ -186,20 +187,41 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     job = turn.job
     _note_restart(turn, event, job.gang.world_size if job.gang else None)
     gang = form(generation=event.generation, nodes=job.members, workers_per_node=job.spec.workers_per_node)
-    step = event.base.step if event.base else 0
     if _is_progress(turn, event):
         turn.commit_is_new()
-    job = turn.job
+    base_gang = nearby.gang_of_base(turn.job, event.base)
+    holders = nearby.holders(turn.job, base_gang, event.base)
+    turn.set(base_gang=base_gang, gang=gang)
+    _begin(turn, gang, event.base)
+    for name in gang.nodes:
+        if name in job.condemned:
+            turn.note(hosts.HOST_TROUBLE, "it is used again: there are too few other nodes", node=name)
+    turn.go(Trigger.OPENED)
+    for place in gang.places:
+        turn.do(
+            LaunchWorkers(
+                node=place.node,
+                generation=gang.generation,
+                world_size=gang.world_size,
+                first_rank=place.first_rank,
+                count=place.count,
+                base=event.base,
+                meeting_address=event.meeting_address,
+                meeting_port=event.meeting_port,
+                holders=holders(place),
+            )
+        )
+
+
+def _begin(turn: Turn, gang: Gang, base: CheckpointId | None) -> None:
+    """What is remembered of a generation begins anew; how long a step takes is learnt from the one before."""
+    job, step = turn.job, base.step if base else 0
     step_seconds = job.ranks.step_seconds.highest or job.measured.step_seconds
-    base_gang = nearby.gang_of_base(job, event.base)
-    holders = nearby.holders(job, base_gang, event.base)
     turn.set(
-        base_gang=base_gang,
-        gang=gang,
         measured=replace(job.measured, step_seconds=step_seconds),
-        base=event.base,
-        newest_committed=event.base,
-        committed_at_seconds=job.committed_at_seconds if event.base == job.newest_committed else None,
+        base=base,
+        newest_committed=base,
+        committed_at_seconds=job.committed_at_seconds if base == job.newest_committed else None,
         ranks=Ranks.starting(gang.world_size, step),
         lost_in_gang=(),
         gone_ranks=NOBODY,
@@ -219,24 +241,6 @@ def _launch(turn: Turn, event: GenerationOpened) -> None:
     hanging.begin(turn)
     straggling.begin(turn)
     losses.begin(turn)
-    for name in gang.nodes:
-        if name in job.condemned:
-            turn.note(hosts.HOST_TROUBLE, "it is used again: there are too few other nodes", node=name)
-    turn.go(Trigger.OPENED)
-    for place in gang.places:
-        turn.do(
-            LaunchWorkers(
-                node=place.node,
-                generation=gang.generation,
-                world_size=gang.world_size,
-                first_rank=place.first_rank,
-                count=place.count,
-                base=event.base,
-                meeting_address=event.meeting_address,
-                meeting_port=event.meeting_port,
-                holders=holders(place),
-            )
-        )
 
 
 def _note_restart(turn: Turn, event: GenerationOpened, old_size: int | None) -> None:

@@ -7,7 +7,7 @@ not see while it stood still itself counts for nobody. How a hang is told from a
 from __future__ import annotations
 
 from orchestrator.core import breaking
-from orchestrator.core.hangs import PACES, Sign, Verdict, ending_seconds, judge, limit_seconds
+from orchestrator.core.hangs import PACES, Judgement, Sign, ending_seconds, judge, limit_seconds
 from orchestrator.core.messages import Look, Looked, Paused
 from orchestrator.core.states import Job, Phase
 from orchestrator.core.turn import Turn
@@ -170,48 +170,48 @@ def _judge_if_known(turn: Turn, *, all_have_answered: bool = False) -> None:
     looks = job.quiet.looks
     if not all_have_answered and any(node not in looks for node in turn.gang_nodes()):
         return
-    verdict = judge(job.gang, [look for answer in looks.values() for look in answer.ranks])
-    if verdict is None:
+    judgement = judge(job.gang, [look for answer in looks.values() for look in answer.ranks])
+    if judgement is None:
         return  # nobody answers: the supervisor may be the one that is cut off
     quiet_seconds, limit = _quiet_seconds(turn.job, turn.now), _limit_seconds(turn)
-    _tell(turn, verdict, quiet_seconds)
-    needed_seconds = ending_seconds(job.quiet, limit, verdict.sign)
+    _tell(turn, judgement, quiet_seconds)
+    needed_seconds = ending_seconds(job.quiet, limit, judgement.sign)
     if job.spec.attached or needed_seconds is None:
         return
     if job.awaiting_first_step:  # it has a limit that is ample already
         needed_seconds = limit
     if quiet_seconds >= needed_seconds:
-        _end(turn, verdict, quiet_seconds)
+        _end(turn, judgement, quiet_seconds)
 
 
-def _tell(turn: Turn, verdict: Verdict, quiet_seconds: float) -> None:
+def _tell(turn: Turn, judgement: Judgement, quiet_seconds: float) -> None:
     job = turn.job
-    if verdict.words == job.quiet.told:
+    if judgement.words == job.quiet.told:
         return
-    turn.set(quiet=job.quiet.changed(told=verdict.words))
+    turn.set(quiet=job.quiet.changed(told=judgement.words))
     turn.note(
         HANG_JUDGED,
-        verdict.words,
-        node=_node(turn, verdict),
-        rank=verdict.ranks[0] if len(verdict.ranks) == 1 else None,
+        judgement.words,
+        node=_node(turn, judgement),
+        rank=judgement.ranks[0] if len(judgement.ranks) == 1 else None,
         step=job.highest_step,
-        facts=turn.facts(sign=str(verdict.sign), quiet_seconds=quiet_seconds),
+        facts=turn.facts(sign=str(judgement.sign), quiet_seconds=quiet_seconds),
     )
 
 
-def _node(turn: Turn, verdict: Verdict) -> str | None:
+def _node(turn: Turn, judgement: Judgement) -> str | None:
     """The one node that all culprits are on."""
     gang = turn.job.gang
     assert gang is not None
-    nodes = {gang.node_of(rank) for rank in verdict.ranks}
+    nodes = {gang.node_of(rank) for rank in judgement.ranks}
     return nodes.pop() if len(nodes) == 1 else None
 
 
-def _end(turn: Turn, verdict: Verdict, quiet_seconds: float) -> None:
+def _end(turn: Turn, judgement: Judgement, quiet_seconds: float) -> None:
     """A failure; what may have been a pause all the same is waited for longer next time."""
     job = turn.job
-    node, quiet = _node(turn, verdict), job.quiet
-    if verdict.sign is not Sign.STOPPED:
+    node, quiet = _node(turn, judgement), job.quiet
+    if judgement.sign is not Sign.STOPPED:
         quiet = quiet.changed(
             presumed_seconds=quiet_seconds,
             presumed_step=job.highest_step,
@@ -220,4 +220,4 @@ def _end(turn: Turn, verdict: Verdict, quiet_seconds: float) -> None:
     if node is not None and node == quiet.blamed:
         breaking.do_without(turn, node, "its ranks held the others up twice in a row")
     turn.set(quiet=quiet.changed(blamed=node))
-    breaking.fail_gang(turn, f"hang: no step after {job.highest_step} for {quiet_seconds:.0f} s; {verdict.words}")
+    breaking.fail_gang(turn, f"hang: no step after {job.highest_step} for {quiet_seconds:.0f} s; {judgement.words}")

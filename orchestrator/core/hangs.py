@@ -76,7 +76,7 @@ NOTHING_SEEN = Quiet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Judgement:
     """Who holds the others up, as far as it can be seen."""
 
     sign: Sign
@@ -100,7 +100,7 @@ def ending_seconds(quiet: Quiet, limit_seconds: float, sign: Sign) -> float | No
     return max(patience * limit_seconds, PAUSES_QUIET * quiet.ended_after_seconds)
 
 
-def judge(gang: Gang, looks: Iterable[RankLook]) -> Verdict | None:
+def judge(gang: Gang, looks: Iterable[RankLook]) -> Judgement | None:
     """Name the culprits from one look at each rank; None if no node has answered.
 
     Whoever cannot run comes first, then whoever is behind, then whoever is not where the others wait, then whose node
@@ -112,20 +112,20 @@ def judge(gang: Gang, looks: Iterable[RankLook]) -> Verdict | None:
     held = [look for look in seen if _is_held(look)]
     if held:
         return _held(gang, seen, held)
-    suspects = _behind(seen) or _elsewhere(seen)
-    if suspects:
-        idle = all(_is_idle(look) for look in suspects)
+    culprits = _behind(seen) or _elsewhere(seen)
+    if culprits:
+        idle = all(_is_idle(look) for look in culprits)
         doing = "no processor time passes there" if idle else "processor time passes there"
-        words = f"{_names(gang, [look.rank for look in suspects])} {_how(seen, suspects)}; {doing}{_where(suspects)}"
-        return _verdict(Sign.IDLE if idle else Sign.BUSY, suspects, words)
+        words = f"{_names(gang, [look.rank for look in culprits])} {_how(seen, culprits)}; {doing}{_where(culprits)}"
+        return _judgement(Sign.IDLE if idle else Sign.BUSY, culprits, words)
     answered = {look.rank for look in seen}
     silent = tuple(rank for place in gang.places for rank in place.ranks if rank not in answered)
     if silent:
-        return Verdict(sign=Sign.SILENT, ranks=silent, words=f"the agent of {_names(gang, silent)} does not answer")
+        return Judgement(sign=Sign.SILENT, ranks=silent, words=f"the agent of {_names(gang, silent)} does not answer")
     idle = all(_is_idle(look) for look in seen)
     doing = "no processor time passes" if idle else "processor time passes"
     words = f"no rank stands out; {doing}{_where(seen)}"
-    return _verdict(Sign.IDLE if idle else Sign.BUSY, [], words)
+    return _judgement(Sign.IDLE if idle else Sign.BUSY, [], words)
 
 
 def _is_held(look: RankLook) -> bool:
@@ -137,17 +137,19 @@ def _is_idle(look: RankLook) -> bool:
     return look.busy_seconds < IDLE_SECONDS and look.state != RUNNABLE
 
 
-def _held(gang: Gang, seen: list[RankLook], held: list[RankLook]) -> Verdict:
+def _held(gang: Gang, seen: list[RankLook], held: list[RankLook]) -> Judgement:
     stopped = [look for look in held if look.state == STOPPED]
     if stopped:
         words = f"{_names(gang, [look.rank for look in stopped])} {_is(stopped)} stopped (state T)"
-        return _verdict(Sign.STOPPED, stopped, words)
+        return _judgement(Sign.STOPPED, stopped, words)
     names = _names(gang, [look.rank for look in held])
     why = "state D: a disk or a network file system"
     words = f"{names} {_is(held)} in a wait that cannot be interrupted ({why}){_where(held)}"
     if len(held) == len(seen):
-        return _verdict(Sign.ALL_BLOCKED, [], f"{words}; so is every rank that can be seen: ending them would not help")
-    return _verdict(Sign.BLOCKED, held, words)
+        return _judgement(
+            Sign.ALL_BLOCKED, [], f"{words}; so is every rank that can be seen: ending them would not help"
+        )
+    return _judgement(Sign.BLOCKED, held, words)
 
 
 def _behind(seen: list[RankLook]) -> list[RankLook]:
@@ -167,19 +169,19 @@ def _elsewhere(seen: list[RankLook]) -> list[RankLook]:
     return [look for look in seen if look.where != place] if place and 2 * count > len(seen) else []
 
 
-def _how(seen: list[RankLook], suspects: list[RankLook]) -> str:
+def _how(seen: list[RankLook], culprits: list[RankLook]) -> str:
     highest = max(look.step for look in seen)
-    if suspects[0].step < highest:
-        return f"{_is(suspects)} behind, at step {suspects[0].step} of {highest}"
-    return f"{_is(suspects)} not where the others wait"
+    if culprits[0].step < highest:
+        return f"{_is(culprits)} behind, at step {culprits[0].step} of {highest}"
+    return f"{_is(culprits)} not where the others wait"
 
 
 def _is(looks: list[RankLook]) -> str:
     return "is" if len(looks) == 1 else "are"
 
 
-def _verdict(sign: Sign, looks: Iterable[RankLook], words: str) -> Verdict:
-    return Verdict(sign=sign, ranks=tuple(look.rank for look in looks), words=words)
+def _judgement(sign: Sign, looks: Iterable[RankLook], words: str) -> Judgement:
+    return Judgement(sign=sign, ranks=tuple(look.rank for look in looks), words=words)
 
 
 def _names(gang: Gang, ranks: Iterable[int]) -> str:

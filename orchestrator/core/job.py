@@ -1,10 +1,10 @@
 """The decision maker: `step(job, event, now) → (job, actions)`. Pure: same values in, same values out.
 
 The phases and the one transition table are in `core.states`. The handlers of events, from the top: `forming`,
-`returning`, `leaving`, `rollback`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `breaking`,
-`settling`, `sweeping`, `suspects`; `hanging` beside `breaking`; `clearing` and `finishing` end a generation and the
-job. Imports among them point down only. The supervisor (`supervisor.loop`) is the only caller outside tests and
-simulation.
+`returning`, `leaving`, `rollback`, `exits`, `proposing`, `courses`, `growing`, `shards`, `handovers`, `hanging`,
+`breaking`, `settling`, `sweeping`, `suspects`; `clearing` and `finishing` end a generation and the job; `preflight`,
+`overdue`, `straggling` and `losses` only report, `hosts` remembers what condemns a node. Imports among them point down
+only. The supervisor (`supervisor.loop`) is the only caller outside tests and simulation.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Is what runs here well? Readings of processes, the host and the loss, and what they mean. Nothing is decided here."""
+"""Is what runs here well? Readings of processes, host, devices and loss, and what they mean. It decides nothing."""

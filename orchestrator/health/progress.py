@@ -12,7 +12,7 @@ _STATE, _PARENT, _USER, _SYSTEM, _REAPED_USER, _REAPED_SYSTEM = 0, 1, 11, 12, 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ProcessReading:
     """One process at one moment."""
 
     state: str
@@ -22,17 +22,17 @@ class Reading:
     """Of the process, of its living descendants and of those that it has waited for."""
 
 
-GONE = Reading(state="", traced=False, processor_seconds=0.0)
+GONE = ProcessReading(state="", traced=False, processor_seconds=0.0)
 
 
-def read_processes(pids: Sequence[int]) -> list[Reading]:
+def read_processes(pids: Sequence[int]) -> list[ProcessReading]:
     """Look once at each. Reads all of /proc: for a suspicion, not for every step."""
     numbers = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     table = {number: fields for number in numbers if (fields := _stat(number)) is not None}
     return [_reading(pid, table) for pid in pids]
 
 
-def _reading(pid: int, table: Mapping[int, list[str]]) -> Reading:
+def _reading(pid: int, table: Mapping[int, list[str]]) -> ProcessReading:
     if pid not in table:
         return GONE
     family, found = {pid}, True
@@ -42,7 +42,9 @@ def _reading(pid: int, table: Mapping[int, list[str]]) -> Reading:
         found = bool(children)
     ticks = sum(int(table[member][field]) for member in family for field in (_USER, _SYSTEM))
     ticks += int(table[pid][_REAPED_USER]) + int(table[pid][_REAPED_SYSTEM])
-    return Reading(state=table[pid][_STATE], traced=_traced(pid), processor_seconds=ticks / os.sysconf("SC_CLK_TCK"))
+    return ProcessReading(
+        state=table[pid][_STATE], traced=_traced(pid), processor_seconds=ticks / os.sysconf("SC_CLK_TCK")
+    )
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -1,17 +1,18 @@
 """Notices of AWS, from the instance's metadata (IMDSv2): spot, rebalance, scheduled events, Auto Scaling.
 
 Read at https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and in
-aws-node-termination-handler. Nothing is acknowledged: an Auto Scaling lifecycle hook would be completed by
-`CompleteLifecycleAction` of the AWS API, which needs credentials and is not done.
+aws-node-termination-handler. Only Auto Scaling's lifecycle hooks are acknowledged (`preemption.autoscaling`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from orchestrator.core.messages import NoticeKind
 from orchestrator.errors import SourceError
+from orchestrator.preemption import autoscaling
 from orchestrator.preemption.base import (
     EVENTS_MAX,
     NOTHING,
@@ -47,19 +48,47 @@ def sources(
     """What is looked at."""
     instance = TokenKeys(metadata, monotonic, TOKEN_HEADER)
 
-    def source(key: str, parse: Callable[[bytes, float], Reading], *, withdraws: bool) -> Source:
+    async def complete(_: str) -> None:
+        """The hooks of the group that terminates this instance. In a rehearsal the same service stands for the API."""
+        instance_id, region = await _word(instance, "instance-id"), await _word(instance, "placement/region")
+        rehearsal = None if metadata.base_url == ADDRESS else metadata.base_url
+        await asyncio.to_thread(autoscaling.complete, instance_id, region, rehearsal)
+
+    def source(
+        key: str,
+        parse: Callable[[bytes, float], Reading],
+        *,
+        withdraws: bool,
+        acknowledge: Callable[[str], Awaitable[None]] | None = None,
+    ) -> Source:
         async def look() -> Reading:
             body = await instance.read(KEYS + key)
             return NOTHING if body is None else parse(body, wall())
 
-        return Source(cloud="aws", key=key, look=look, every_seconds=every_seconds, withdraws=withdraws)
+        return Source(
+            cloud="aws",
+            key=key,
+            look=look,
+            every_seconds=every_seconds,
+            withdraws=withdraws,
+            acknowledge=acknowledge,
+        )
 
     return [
         source("spot/instance-action", parse_instance_action, withdraws=False),
         source("events/recommendations/rebalance", parse_rebalance, withdraws=False),
         source("events/maintenance/scheduled", parse_scheduled, withdraws=True),
-        source("autoscaling/target-lifecycle-state", parse_lifecycle_state, withdraws=False),
+        source("autoscaling/target-lifecycle-state", parse_lifecycle_state, withdraws=False, acknowledge=complete),
     ]
+
+
+async def _word(keys: TokenKeys, key: str) -> str:
+    """A key that every instance has. Raises SourceError."""
+    body = await keys.read(KEYS + key)
+    text = "" if body is None else text_of(body)
+    if not re.fullmatch(r"[A-Za-z0-9-]{1,64}", text):
+        raise SourceError(f"{KEYS}{key}: no word: {text!r:.80}")
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------- parsers

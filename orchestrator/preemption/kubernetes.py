@@ -1,4 +1,4 @@
-"""What Kubernetes says of a node and of a pod, as notices. Parsers only: the controller watches both.
+"""What Kubernetes says of a node and of a pod, as notices. Parsers only: nothing watches a cluster yet.
 
 Node: taints, conditions, labels, `spec.unschedulable`. Pod: the condition DisruptionTarget (it is set before the
 deletion, and can be taken back) and `metadata.deletionTimestamp`, which is when the grace is over.

@@ -41,7 +41,7 @@ class Metadata:
     """One service, by its address. Close it at the end."""
 
     def __init__(self, base_url: str, request_seconds: float = REQUEST_SECONDS) -> None:
-        self._base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/")
         self._request_seconds = request_seconds
         self._session: aiohttp.ClientSession | None = None
 
@@ -58,7 +58,7 @@ class Metadata:
 
         Raises SourceError where there is no whole answer in time.
         """
-        url = self._base_url + path
+        url = self.base_url + path
         seconds = waits_seconds + self._request_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -91,7 +91,7 @@ class Metadata:
 
     def refused(self, path: str, answer: Answer) -> SourceError:
         """An answer's status as an error."""
-        return SourceError(f"{self._base_url}{path}: status {answer.status}")
+        return SourceError(f"{self.base_url}{path}: status {answer.status}")
 
 
 class TokenKeys:

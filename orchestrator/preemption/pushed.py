@@ -59,11 +59,11 @@ def parse_own(record: Mapping[str, Any], now_wall_seconds: float) -> Found:
     return Found(event_id=event_id, kind=kind, words=said + remark, remaining_seconds=left)
 
 
-def _time(record: Mapping[str, Any], texts: Mapping[str, str], now: float) -> tuple[float | None, str]:
+def _time(record: Mapping[str, Any], texts: Mapping[str, str], now_wall_seconds: float) -> tuple[float | None, str]:
     if "seconds" in record and "deadline" in record:
         raise SourceError("seconds and deadline: give one of them")
     if "deadline" in texts:
-        return time_left(rfc3339_seconds(texts["deadline"]), now, LEAD_SECONDS_MAX)
+        return time_left(rfc3339_seconds(texts["deadline"]), now_wall_seconds, LEAD_SECONDS_MAX)
     if "seconds" not in record:
         return None, ""
     seconds = record["seconds"]
@@ -72,14 +72,14 @@ def _time(record: Mapping[str, Any], texts: Mapping[str, str], now: float) -> tu
     return float(seconds), ""
 
 
-def _eventbridge(record: Mapping[str, Any], now: float, own_id: str | None) -> Found | None:
+def _eventbridge(record: Mapping[str, Any], now_wall_seconds: float, own_id: str | None) -> Found | None:
     kind, source = word_of(record, "detail-type"), word_of(record, "source")
     detail = record.get("detail")
     if (source, kind) == ("aws.ec2", "EC2 Spot Instance Interruption Warning"):
         if not _is_own(word_of(detail, "instance-id"), own_id):
             return None
         action, time = word_of(detail, "instance-action"), word_of(record, "time")
-        left, remark = time_left(rfc3339_seconds(time) + CLOUD_LEAD_SECONDS, now, CLOUD_LEAD_SECONDS)
+        left, remark = time_left(rfc3339_seconds(time) + CLOUD_LEAD_SECONDS, now_wall_seconds, CLOUD_LEAD_SECONDS)
         if action == "hibernate":
             left, remark = 0.0, ": hibernation begins at once"
         found, words, seconds = NoticeKind.PREEMPT, f"AWS: {action}, warned at {time}{remark}", left
@@ -96,7 +96,7 @@ def _eventbridge(record: Mapping[str, Any], now: float, own_id: str | None) -> F
     return Found(event_id=word_of(record, "id"), kind=found, words=words, remaining_seconds=seconds)
 
 
-def _oci(record: Mapping[str, Any], now: float, own_id: str | None) -> Found | None:
+def _oci(record: Mapping[str, Any], now_wall_seconds: float, own_id: str | None) -> Found | None:
     if word_of(record, "eventType").lower() != _OCI_EVENT:
         return None
     data = record.get("data")
@@ -104,7 +104,7 @@ def _oci(record: Mapping[str, Any], now: float, own_id: str | None) -> Found | N
         return None
     details = data.get("additionalDetails") if isinstance(data, dict) else None
     action, time = word_of(details, "preemptionAction"), word_of(record, "eventTime")
-    left, remark = time_left(rfc3339_seconds(time) + CLOUD_LEAD_SECONDS, now, CLOUD_LEAD_SECONDS)
+    left, remark = time_left(rfc3339_seconds(time) + CLOUD_LEAD_SECONDS, now_wall_seconds, CLOUD_LEAD_SECONDS)
     return Found(
         event_id=word_of(record, "eventID"),
         kind=NoticeKind.PREEMPT,

@@ -26,7 +26,7 @@ Look = Callable[[], Awaitable[Reading]]
 
 
 def alibaba(
-    metadata: Metadata, wall: Callable[[], float], monotonic: Callable[[], float], every: float
+    metadata: Metadata, wall: Callable[[], float], monotonic: Callable[[], float], every_seconds: float
 ) -> list[Source]:
     """Five minutes ahead, in UTC."""
     keys = TokenKeys(metadata, monotonic, ALIBABA_TOKEN_HEADER)
@@ -35,20 +35,24 @@ def alibaba(
         body = await keys.read(ALIBABA_KEY)
         return NOTHING if body is None else parse_alibaba(body, wall())
 
-    return [Source(cloud="alibaba", key="spot/termination-time", look=look, every_seconds=every, withdraws=False)]
+    return [
+        Source(cloud="alibaba", key="spot/termination-time", look=look, every_seconds=every_seconds, withdraws=False)
+    ]
 
 
-def tencent(metadata: Metadata, wall: Callable[[], float], every: float) -> list[Source]:
+def tencent(metadata: Metadata, wall: Callable[[], float], every_seconds: float) -> list[Source]:
     """Two minutes ahead, in China's time and without a mark."""
     look = _plain(metadata, TENCENT_KEY, parse_tencent, wall)
-    return [Source(cloud="tencent", key="spot/termination-time", look=look, every_seconds=every, withdraws=False)]
+    return [
+        Source(cloud="tencent", key="spot/termination-time", look=look, every_seconds=every_seconds, withdraws=False)
+    ]
 
 
-def volcengine(metadata: Metadata, wall: Callable[[], float], every: float) -> list[Source]:
+def volcengine(metadata: Metadata, wall: Callable[[], float], every_seconds: float) -> list[Source]:
     """Five minutes ahead, in UTC; BytePlus is the same service."""
     look = _plain(metadata, VOLCENGINE_KEY, parse_volcengine, wall)
     key = "spot_instance_termination_time"
-    return [Source(cloud="volcengine", key=key, look=look, every_seconds=every, withdraws=False)]
+    return [Source(cloud="volcengine", key=key, look=look, every_seconds=every_seconds, withdraws=False)]
 
 
 def _plain(metadata: Metadata, path: str, parse: Callable[[bytes, float], Reading], wall: Callable[[], float]) -> Look:

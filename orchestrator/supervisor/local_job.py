@@ -86,34 +86,9 @@ class LocalJob:
 
     async def run(self) -> Finish:
         """Run to the end; everything that was started is gone when this returns."""
-        config, options = self._config, self._options
-        owner, staging = self._owner, self.staging
-
-        def settings_of(node: str, url: str, token: str, staging: Path) -> str:
-            return AgentSettings(
-                job=config.job,
-                node=node,
-                workers=config.workers_per_node,
-                command=config.command,
-                store=options.job_url,
-                owner=owner,
-                claimant=self._claimant,
-                take_over=options.take_over,
-                supervisor_url=url,
-                token=token,
-                supervisor_file=self.state.address_path,
-                staging=staging,
-                logs=self.logs,
-                echo_output=options.echo_output,
-                grace_seconds=config.grace_seconds,
-                notices=config.notices,
-                notice_look_seconds=options.notice_look_seconds,
-                acknowledge_notices=config.nodes_max == 1,
-                device_check_seconds=config.device_check_seconds,
-            ).model_dump_json()
-
+        config, options, staging = self._config, self._options, self.staging
         scheduler = LocalScheduler(
-            settings_of=settings_of,
+            settings_of=self._settings_of,
             staging=staging,
             state_file=self._nodes_file,
             claimant=self._claimant,
@@ -131,6 +106,30 @@ class LocalJob:
             with contextlib.suppress(OSError):  # not empty: a node did not end in time
                 staging.rmdir()
             self.state.release()
+
+    def _settings_of(self, node: str, url: str, token: str, staging: Path) -> str:
+        config, options = self._config, self._options
+        return AgentSettings(
+            job=config.job,
+            node=node,
+            workers=config.workers_per_node,
+            command=config.command,
+            store=options.job_url,
+            owner=self._owner,
+            claimant=self._claimant,
+            take_over=options.take_over,
+            supervisor_url=url,
+            token=token,
+            supervisor_file=self.state.address_path,
+            staging=staging,
+            logs=self.logs,
+            echo_output=options.echo_output,
+            grace_seconds=config.grace_seconds,
+            notices=config.notices,
+            notice_look_seconds=options.notice_look_seconds,
+            acknowledge_notices=config.nodes_max == 1,
+            device_check_seconds=config.device_check_seconds,
+        ).model_dump_json()
 
 
 SESSION_VARIABLES = (

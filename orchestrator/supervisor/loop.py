@@ -28,7 +28,7 @@ from orchestrator.core.messages import (
     RequestNodes,
     Tick,
 )
-from orchestrator.core.states import LossTrouble
+from orchestrator.core.states import LossTrouble, Node
 from orchestrator.schedulers.base import Scheduler
 from orchestrator.supervisor.links import AgentLinks
 from orchestrator.supervisor.server import SupervisorServer
@@ -205,31 +205,8 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
         "newest_committed_step": committed.step if committed else None,
         "commit_age_seconds": age,
         "failures": job.failures,
-        "saves": [
-            {
-                "checkpoint": str(save.id),
-                "state": str(save.state),
-                "ranks": save.world_size,
-                "staged": len(save.staged),
-                "durable": len(save.durable),
-                "staged_bytes": save.size_bytes,
-                "since_seconds": now_seconds - save.decided_at_seconds,
-            }
-            for save in saves
-        ],
-        "nodes": [
-            {
-                "node": node.name,
-                "agent_pid": pids.get(node.name),
-                "going": node.going,
-                "blind": list(node.blind),
-                "condemned": list(node.condemned.values()),
-                "url": node.objects_url,
-                "seconds_left": None if node.deadline_seconds is None else node.deadline_seconds - now_seconds,
-                "ranks": list(job.gang.ranks_of(node.name)) if job.gang else [],
-            }
-            for node in job.nodes.values()
-        ],
+        "saves": [_save(save, now_seconds) for save in saves],
+        "nodes": [_node(job, node, now_seconds, pids.get(node.name)) for node in job.nodes.values()],
         "ranks": [
             {
                 "rank": rank,
@@ -240,6 +217,31 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
             }
             for rank, state in sorted(job.ranks.items())
         ],
+    }
+
+
+def _save(save: Save, now_seconds: float) -> dict[str, Any]:
+    return {
+        "checkpoint": str(save.id),
+        "state": str(save.state),
+        "ranks": save.world_size,
+        "staged": len(save.staged),
+        "durable": len(save.durable),
+        "staged_bytes": save.size_bytes,
+        "since_seconds": now_seconds - save.decided_at_seconds,
+    }
+
+
+def _node(job: Job, node: Node, now_seconds: float, pid: int | None) -> dict[str, Any]:
+    return {
+        "node": node.name,
+        "agent_pid": pid,
+        "going": node.going,
+        "blind": list(node.blind),
+        "condemned": list(node.condemned.values()),
+        "url": node.objects_url,
+        "seconds_left": None if node.deadline_seconds is None else node.deadline_seconds - now_seconds,
+        "ranks": list(job.gang.ranks_of(node.name)) if job.gang else [],
     }
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from orchestrator.agent.link import HEARTBEAT_SECONDS, WebSocketLink
 from orchestrator.agent.objects import token_middleware
 from orchestrator.agent.wire import FRAME_BYTES_MAX
 from orchestrator.core.messages import Request, Requested
 from orchestrator.errors import ConfigError
+from orchestrator.supervisor.metrics import Metrics
 from orchestrator.telemetry import EventRecord
 
 if TYPE_CHECKING:
@@ -26,40 +26,7 @@ class SupervisorServer:
         self.token = token
         self._runner: web.AppRunner | None = None
         self.url = ""
-        self.registry = CollectorRegistry()
-        self._events = Counter("orchestrator_events", "Events by kind", ["job", "kind"], registry=self.registry)
-        self._step = Gauge("orchestrator_step", "Highest completed step", ["job"], registry=self.registry)
-        self._world = Gauge(
-            "orchestrator_world_size", "Ranks of the present generation", ["job"], registry=self.registry
-        )
-        self._blind = Gauge(
-            "orchestrator_blind_watchers",
-            "Sources of notices that cannot be read, on all nodes",
-            ["job"],
-            registry=self.registry,
-        )
-        self._condemned = Gauge(
-            "orchestrator_condemned_nodes",
-            "Nodes with a device that is done for, which train on",
-            ["job"],
-            registry=self.registry,
-        )
-        self._age = Gauge(
-            "orchestrator_commit_age_seconds", "Age of the newest committed checkpoint", ["job"], registry=self.registry
-        )
-        self._quiet = Gauge(
-            "orchestrator_seconds_without_step",
-            "Time since the last step, but for announced pauses; 0 while no step is to be expected",
-            ["job"],
-            registry=self.registry,
-        )
-
-        self._troubled = Gauge(
-            "orchestrator_troubled_losses",
-            "Ranks whose loss, as the script tells it, is not finite or has spiked",
-            ["job"],
-            registry=self.registry,
-        )
+        self._metrics = Metrics()
 
     async def start(self) -> str:
         """Listen; returns the URL."""
@@ -68,7 +35,7 @@ class SupervisorServer:
             [
                 web.get("/agent", self._agent),
                 web.get("/status", self._status),
-                web.get("/metrics", self._metrics),
+                web.get("/metrics", self._tell_metrics),
                 web.post("/requests", self._request),
                 web.post("/notices", self._notice),
             ]
@@ -96,21 +63,12 @@ class SupervisorServer:
     async def _status(self, _: web.Request) -> web.Response:
         return web.json_response(self._supervisor.status())
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        status = self._supervisor.status()
-        self._step.labels(status["job"]).set(status["step"])
-        self._world.labels(status["job"]).set(status["world_size"])
-        self._blind.labels(status["job"]).set(sum(len(node["blind"]) for node in status["nodes"]))
-        self._condemned.labels(status["job"]).set(sum(bool(node["condemned"]) for node in status["nodes"]))
-        self._quiet.labels(status["job"]).set(status["seconds_without_step"] or 0.0)
-        self._troubled.labels(status["job"]).set(status["loss_trouble"]["ranks"] if status["loss_trouble"] else 0)
-        if status["commit_age_seconds"] is not None:
-            self._age.labels(status["job"]).set(status["commit_age_seconds"])
-        return web.Response(body=generate_latest(self.registry), content_type="text/plain")
+    async def _tell_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(self._supervisor.status()), content_type="text/plain")
 
     def count(self, record: EventRecord) -> None:
         """Count an event."""
-        self._events.labels(record.job, record.kind).inc()
+        self._metrics.count(record.job, record.kind)
 
     async def _request(self, request: web.Request) -> web.Response:
         try:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.testing.metadata import Fault, MetadataServer
+from orchestrator.testing.metadata_server import Fault, MetadataServer
 
 COPY_BYTES = 64 << 10
 

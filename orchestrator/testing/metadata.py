@@ -5,8 +5,9 @@
         aws.interrupt(seconds=120)             # a spot interruption, as the instance's metadata say it
         aws.forget()                           # whoever asks from now on is another machine
 
-Faults are set in place: `aws.misbehave(Unauthorized(), times=3)`. Every answer is counted in `requests`. `orchestrator
-drill metadata` serves them by hand. Not here: anything but what the watchers read, and the clouds' own delays.
+Faults (`metadata_server`) are set in place: `aws.misbehave(Unauthorized(), times=3)`. Every answer is counted in
+`requests`. `orchestrator drill metadata` serves them by hand. Not here: anything but what the watchers read, and the
+clouds' own delays.
 """
 
 from __future__ import annotations
@@ -16,184 +17,19 @@ import itertools
 import json
 import time
 import zlib
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-# ------------------------------------------------------------------------------------------------------ faults
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unauthorized:
-    """401, whatever the token says."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """An answer with another status."""
-
-    status: int = 500
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slow:
-    """The right answer, late."""
-
-    seconds: float = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
-    """Status 200 and another body: empty, cut, of a login page."""
-
-    body: bytes = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """The connection ends in the middle of the answer."""
-
-
-Fault = Unauthorized | Status | Slow | Body | Cut
-
-
-class MetadataServer:
-    """One service on a port of its own. Subclasses say what it answers."""
-
-    lead_seconds: float | None = None
-    """How long ahead the cloud announces that it takes a machine; None: its metadata do not say."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[str] = Counter()
-        """How often each path was asked for."""
-        self._fault: tuple[Fault, int | None, str] | None = None
-        self._runner: web.AppRunner | None = None
-        self.port = 0
-        """Where it listens, once it does."""
-        self._changed = asyncio.Event()
-
-    @property
-    def url(self) -> str:
-        """What agents are given in place of the link-local address."""
-        return f"http://127.0.0.1:{self.port}"
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Listen; after a `stop` at the same port as before."""
-
-        @web.middleware
-        async def with_faults(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return await self._with_faults(request, handler)
-
-        app = web.Application(middlewares=[with_faults])
-        app.add_routes(self.routes())
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = self._runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        """Connections are refused from now on."""
-        self.changed()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    def interrupt(self, seconds: float | None = None) -> None:
-        """Announce that this machine is taken, and when if the cloud says that; None: as far ahead as it ever is."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Nothing is announced any more: whoever asks from now on is another machine."""
-        raise NotImplementedError
-
-    def misbehave(self, fault: Fault, *, times: int | None = None, path: str = "") -> None:
-        """The next `times` requests (None: all) to paths that contain `path` meet the fault."""
-        self._fault = (fault, times, path)
-        self.changed()
-
-    def behave(self) -> None:
-        """No fault from now on."""
-        self._fault = None
-
-    def changed(self) -> None:
-        """Wakes whoever waits for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def routes(self) -> list[web.RouteDef]:
-        """What it serves."""
-        raise NotImplementedError
-
-    async def _with_faults(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self.requests[request.path] += 1
-        fault = self._met(request.path)
-        match fault:
-            case Unauthorized():
-                return web.Response(status=401)
-            case Status(status=status):
-                return web.Response(status=status)
-            case Body(body=body):
-                return web.Response(body=body, headers=self.own_headers())
-            case Slow(seconds=seconds):
-                await asyncio.sleep(seconds)
-            case Cut():
-                response = web.StreamResponse(headers={"Content-Length": "1000"})
-                await response.prepare(request)
-                await response.write(b"{")
-                assert request.transport is not None
-                request.transport.abort()
-                return response
-            case None:
-                pass
-        return await handler(request)
-
-    def own_headers(self) -> dict[str, str]:
-        """Headers that every answer of the service has."""
-        return {}
-
-    def _met(self, path: str) -> Fault | None:
-        if self._fault is None or self._fault[2] not in path:
-            return None
-        fault, times, where = self._fault
-        if times is not None:
-            self._fault = (fault, times - 1, where) if times > 1 else None
-        return fault
-
-
-def _at(seconds: float) -> datetime:
-    return datetime.now(UTC) + timedelta(seconds=seconds)
-
-
-def rfc3339(seconds: float) -> str:
-    """The wall time in so many seconds, as in 2017-09-18T08:22:00Z."""
-    return _at(seconds).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def http_date(seconds: float, *, weekday: bool = True) -> str:
-    """The wall time in so many seconds, as in Mon, 19 Sep 2016 18:29:47 GMT."""
-    return _at(seconds).strftime("%a, %d %b %Y %H:%M:%S GMT" if weekday else "%d %b %Y %H:%M:%S GMT")
-
+from orchestrator.testing.metadata_server import MetadataServer, http_date, rfc3339, wall_time
 
 # --------------------------------------------------------------------------------------------------------- AWS
 
 
 class SimulatedAWS(MetadataServer):
-    """IMDSv2 of a spot instance in an Auto Scaling group."""
+    """IMDSv2 of a spot instance in an Auto Scaling group with a lifecycle hook, and the API that completes the hook."""
 
     lead_seconds: float = 120.0
     token_header = "X-aws-ec2-metadata-token"
@@ -204,11 +40,14 @@ class SimulatedAWS(MetadataServer):
         self.token_seconds = token_seconds
         self._quiet = {
             "instance-id": instance_id,
+            "placement/region": "us-east-1",
             "events/maintenance/scheduled": "[]",
             "autoscaling/target-lifecycle-state": "InService",
         }
         self.keys: dict[str, str] = dict(self._quiet)
         """What is answered, by key; may be changed at will. A key that is not here is a 404."""
+        self.completed: list[str] = []
+        """Instances whose lifecycle action was completed: the group has terminated them by now."""
         self._tokens: dict[str, float] = {}
         self._numbers = itertools.count(1)
 
@@ -220,6 +59,10 @@ class SimulatedAWS(MetadataServer):
     def forget(self) -> None:
         """Nothing is announced any more."""
         self.keys = dict(self._quiet)
+
+    def scale_in(self) -> None:
+        """The group is to have one instance less: this one. It waits until its lifecycle action is completed."""
+        self.keys["autoscaling/target-lifecycle-state"] = "Terminated"
 
     def recommend_rebalance(self) -> None:
         """The hint that an interruption has become likely."""
@@ -246,11 +89,34 @@ class SimulatedAWS(MetadataServer):
         self._tokens.clear()
 
     def routes(self) -> list[web.RouteDef]:
-        """The token, and the keys."""
+        """The token, the keys, and three actions of Auto Scaling's API."""
         return [
             web.put("/latest/api/token", self._token),
             web.get("/latest/meta-data/{key:.+}", self._key),
+            web.post("/", self._auto_scaling),
         ]
+
+    async def _auto_scaling(self, request: web.Request) -> web.Response:
+        asked = await request.post()
+        action = str(asked.get("Action"))
+        if action == "DescribeAutoScalingInstances" and asked.get("InstanceIds.member.1") == self.instance_id:
+            member = "<member><AutoScalingGroupName>group</AutoScalingGroupName></member>"
+            content = f"<AutoScalingInstances>{member}</AutoScalingInstances>"
+        elif action == "DescribeLifecycleHooks":
+            content = "".join(
+                f"<member><LifecycleHookName>{name}</LifecycleHookName>"
+                f"<LifecycleTransition>autoscaling:EC2_INSTANCE_{when}</LifecycleTransition></member>"
+                for name, when in (("drain", "TERMINATING"), ("warm", "LAUNCHING"))
+            )
+            content = f"<LifecycleHooks>{content}</LifecycleHooks>"
+        elif action == "CompleteLifecycleAction" and asked.get("LifecycleHookName") == "drain":
+            self.completed.append(str(asked.get("InstanceId")))
+            content = ""
+        else:
+            error = "<ErrorResponse><Error><Code>ValidationError</Code></Error></ErrorResponse>"
+            return web.Response(status=400, text=error)
+        text = f"<{action}Response><{action}Result>{content}</{action}Result></{action}Response>"
+        return web.Response(text=text, content_type="text/xml")
 
     async def _token(self, request: web.Request) -> web.Response:
         asked = request.headers.get(f"{self.token_header}-ttl-seconds", "")
@@ -461,7 +327,7 @@ class SimulatedTencent(MetadataServer):
     def interrupt(self, seconds: float | None = None) -> None:
         """Announce the release."""
         left = self.lead_seconds if seconds is None else seconds
-        self.time = _at(left + 8 * 3600).strftime("%Y-%m-%d %H:%M:%S")
+        self.time = wall_time(left + 8 * 3600).strftime("%Y-%m-%d %H:%M:%S")
 
     def forget(self) -> None:
         """Nothing is announced any more."""

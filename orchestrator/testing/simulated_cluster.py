@@ -405,7 +405,7 @@ class SimulatedCluster:
     def notice(self, node: SimulatedNode, kind: NoticeKind, remaining_seconds: float | None, notice_id: str) -> None:
         """What the node's metadata service says, as its agent would pass it on."""
         if node.process.alive:
-            node.agent.notice(
+            node.agent.reports.notice(
                 NoticeReceived(
                     node=node.name,
                     source="simulated cloud",
@@ -418,4 +418,4 @@ class SimulatedCluster:
     def host_trouble(self, node: SimulatedNode, what: str, problem: str | None, *, condemns: bool = False) -> None:
         """What a node sees of its host or of a device, as its agent would pass it on."""
         if node.process.alive:
-            node.agent.host_reported(HostReported(node=node.name, what=what, problem=problem, condemns=condemns))
+            node.agent.reports.host(HostReported(node=node.name, what=what, problem=problem, condemns=condemns))

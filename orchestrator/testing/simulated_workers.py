@@ -26,7 +26,7 @@ from orchestrator.checkpoint.slots import ControlBlock, LeaveOutcome, WorkerPhas
 from orchestrator.checkpoint.staging import Metadata, SlotFile
 from orchestrator.core.messages import CheckpointId
 from orchestrator.errors import FormatError, NotFoundError, StoreError
-from orchestrator.health.progress import Reading
+from orchestrator.health.progress import ProcessReading
 from orchestrator.storage.base import ObjectStore
 from orchestrator.telemetry import reached
 from orchestrator.testing.simulated_time import SimulatedLoop, SimulatedProcess, SimulatedThread, current_process
@@ -164,9 +164,9 @@ class SimulatedRuntime:
             worker.ended_by_us = True
             self._loop.call_later(self._random.uniform(0.0, 0.05), process.kill)
 
-    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+    def read(self, workers: Sequence[Worker]) -> list[ProcessReading]:
         """See the port: whoever waits for others looks the same as whoever works."""
-        return [Reading(state="S", traced=False, processor_seconds=0.0) for _ in workers]
+        return [ProcessReading(state="S", traced=False, processor_seconds=0.0) for _ in workers]
 
     def ask_stacks(self, worker: Worker) -> bool:
         """See the port: there are none."""

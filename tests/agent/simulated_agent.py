@@ -17,7 +17,7 @@ from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.slots import WorkerPhase
 from orchestrator.core.messages import Action, Decide, Event, LaunchWorkers, Mode, Prepare
 from orchestrator.errors import StoreError
-from orchestrator.health.progress import Reading
+from orchestrator.health.progress import ProcessReading
 from orchestrator.storage.base import ObjectStore, Piece
 from orchestrator.storage.memory import MemoryStore
 from orchestrator.supervisor.links import AgentLinks
@@ -55,7 +55,7 @@ class FakeRuntime:
         self._on_exit: dict[int, Callable[[Worker], None]] = {}
         self.launched: list[Worker] = []
         self.dies_after_seconds = 0.01
-        self.readings: dict[int, list[Reading]] = {}
+        self.readings: dict[int, list[ProcessReading]] = {}
         """Rank → what is seen of it, one look after another; without any it waits."""
 
     def launch(
@@ -74,9 +74,9 @@ class FakeRuntime:
             worker.ended_by_us = True
             self._loop.call_later(self.dies_after_seconds, self.exit, worker, -9)
 
-    def read(self, workers: Sequence[Worker]) -> list[Reading]:
+    def read(self, workers: Sequence[Worker]) -> list[ProcessReading]:
         """See the port."""
-        quiet = Reading(state="S", traced=False, processor_seconds=0.0)
+        quiet = ProcessReading(state="S", traced=False, processor_seconds=0.0)
         return [self.readings[one.rank].pop(0) if self.readings.get(one.rank) else quiet for one in workers]
 
     def ask_stacks(self, worker: Worker) -> bool:

@@ -95,7 +95,7 @@ def test_after_a_notice_there_is_no_time_to_wait(tmp_path: Path) -> None:
         await asyncio.sleep(0.5)
         scene.kill_supervisor()
         scene.stage(0, 10)
-        scene.agent.notice(notice())
+        scene.agent.reports.notice(notice())
         await asyncio.sleep(ALONE_RETRY_SECONDS + 0.5)
         assert len(scene.receipts()) == 1
 
@@ -111,7 +111,7 @@ def test_a_hint_is_no_reason_for_haste(tmp_path: Path) -> None:
         await asyncio.sleep(0.5)
         scene.kill_supervisor()
         scene.stage(0, 10)
-        scene.agent.notice(notice(kind=NoticeKind.HINT, seconds=None))
+        scene.agent.reports.notice(notice(kind=NoticeKind.HINT, seconds=None))
         await asyncio.sleep(ALONE_RETRY_SECONDS + 0.5)
         assert scene.receipts() == []
         await asyncio.sleep(ALONE_AFTER_SECONDS)
@@ -320,12 +320,12 @@ def test_a_notice_is_told_again_with_what_is_left_of_its_time(tmp_path: Path) ->
 
     async def story() -> None:
         await asyncio.sleep(1)
-        scene.agent.notice(notice("one", seconds=30.0))
-        scene.agent.notice(notice("without a deadline", seconds=None))
-        scene.agent.notice(notice("withdrawn"))
+        scene.agent.reports.notice(notice("one", seconds=30.0))
+        scene.agent.reports.notice(notice("without a deadline", seconds=None))
+        scene.agent.reports.notice(notice("withdrawn"))
         await asyncio.sleep(0.5)
         scene.kill_supervisor()
-        scene.agent.notice(notice("withdrawn", NoticeKind.CANCEL))
+        scene.agent.reports.notice(notice("withdrawn", NoticeKind.CANCEL))
         await asyncio.sleep(10)
         joined = await next_one(scene)
         assert joined.returned is None
@@ -343,7 +343,7 @@ def test_what_cannot_be_seen_is_told_again(tmp_path: Path) -> None:
     async def story() -> None:
         await asyncio.sleep(1)
         for source, problem in (("aws", "status 401"), ("file", "no file"), ("file", None)):
-            scene.agent.watcher_reported(WatcherReported(node=NODE, source=source, problem=problem))
+            scene.agent.reports.watcher(WatcherReported(node=NODE, source=source, problem=problem))
         await asyncio.sleep(0.5)
         assert len(scene.supervisor.kinds(WatcherReported)) == 3
         scene.kill_supervisor()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.core.messages import HostReported, Look, Looked, Paused
 from orchestrator.health.host import HostReading, Room
-from orchestrator.health.progress import Reading
+from orchestrator.health.progress import ProcessReading
 from tests.agent.simulated_agent import GENERATION, NODE, Scene
 from tests.agent.test_away import running
 
@@ -17,7 +17,7 @@ def test_each_worker_is_looked_at_twice(tmp_path: Path) -> None:
     scene = Scene(tmp_path, ranks=2, world_size=2)
     readings = {0: [("S", 1.0), ("S", 1.5)], 1: [("T", 2.0), ("T", 2.0)]}
     scene.runtime.readings = {
-        rank: [Reading(state=state, traced=False, processor_seconds=seconds) for state, seconds in both]
+        rank: [ProcessReading(state=state, traced=False, processor_seconds=seconds) for state, seconds in both]
         for rank, both in readings.items()
     }
 

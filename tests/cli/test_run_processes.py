@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.run import VARIABLES
+from tests.commands import RUN
 
 pytestmark = pytest.mark.processes
 
@@ -23,18 +24,7 @@ LIMIT_SECONDS = 40
 
 def words(folder: Path, program: str, *flags: str) -> list[str]:
     """The command line of a run of a small program."""
-    run = [
-        sys.executable,
-        "-m",
-        "orchestrator",
-        "run",
-        "--notices",
-        "none",
-        "--job",
-        "tiny",
-        "--store",
-        str(folder / "store"),
-    ]
+    run = [*RUN, "--job", "tiny", "--store", str(folder / "store")]
     return [*run, "--staging", str(folder), *flags, "--", sys.executable, "-c", program]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.hangs import PATIENCE, Quiet, Sign, Verdict, ending_seconds, judge, limit_seconds
+from orchestrator.core.hangs import PATIENCE, Judgement, Quiet, Sign, ending_seconds, judge, limit_seconds
 from orchestrator.core.membership import Gang, form
 from orchestrator.core.messages import RankLook
 
@@ -18,7 +18,7 @@ def look(rank: int, **given: object) -> RankLook:
     return RankLook(**{"rank": rank, "where": WAITING, **values, **given})  # type: ignore[arg-type]
 
 
-def verdict(**changed: dict[str, object]) -> Verdict:
+def judgement(**changed: dict[str, object]) -> Judgement:
     """Of a gang of four waiting ranks, but for `r1={…}` and so on; `r1={}` stands for a rank that is not seen."""
     looks = [look(rank, **changed.get(f"r{rank}", {})) for rank in range(4) if changed.get(f"r{rank}") != {}]
     found = judge(GANG, looks)
@@ -49,7 +49,7 @@ def verdict(**changed: dict[str, object]) -> Verdict:
     ],
 )
 def test_the_culprit(changed: dict[str, dict[str, object]], ranks: tuple[int, ...], sign: Sign) -> None:
-    found = verdict(**changed)
+    found = judgement(**changed)
     assert (found.ranks, found.sign) == (ranks, sign)
     assert all(f"rank {rank} on {GANG.node_of(rank)}" in found.words for rank in ranks)
 
@@ -57,14 +57,14 @@ def test_the_culprit(changed: dict[str, dict[str, object]], ranks: tuple[int, ..
 def test_without_a_known_call_the_one_who_is_elsewhere_stands_out() -> None:
     """NCCL: ranks wait where the loss is printed, in the script's own line."""
     spins = {"waits": False, "busy_seconds": 1.0, "where": "train.py:40 in main"}
-    found = verdict(r0=spins, r1=spins, r3=spins, r2={"waits": False, "where": "queue.py:171 in get"})
+    found = judgement(r0=spins, r1=spins, r3=spins, r2={"waits": False, "where": "queue.py:171 in get"})
     assert (found.ranks, found.sign) == ((2,), Sign.IDLE)
     assert "queue.py:171 in get" in found.words
 
 
 def test_two_and_two_in_different_places_name_nobody() -> None:
     here, there = {"waits": False, "where": "a.py:1 in f"}, {"waits": False, "where": "b.py:2 in g"}
-    assert verdict(r0=here, r1=here, r2=there, r3=there).ranks == ()
+    assert judgement(r0=here, r1=here, r2=there, r3=there).ranks == ()
 
 
 def test_nobody_answers_so_nothing_is_known() -> None:

@@ -23,7 +23,8 @@ from orchestrator.core.messages import NoticeKind
 from orchestrator.preemption import clouds, gcp
 from orchestrator.preemption.base import Reading, Source
 from orchestrator.preemption.metadata import Metadata
-from orchestrator.testing.metadata import SERVICES, Body, Cut, Fault, Slow, Status, Unauthorized, rfc3339
+from orchestrator.testing.metadata import SERVICES
+from orchestrator.testing.metadata_server import Body, Cut, Fault, Slow, Status, Unauthorized, rfc3339
 from tests.preemption.listening import Listener, listening, until
 
 ANNOUNCED_SECONDS = 100.0

@@ -13,7 +13,8 @@ from orchestrator.errors import SourceError
 from orchestrator.preemption import aws
 from orchestrator.preemption.base import Reading, rfc3339_seconds
 from orchestrator.preemption.metadata import Metadata
-from orchestrator.testing.metadata import Body, SimulatedAWS, rfc3339
+from orchestrator.testing.metadata import SimulatedAWS
+from orchestrator.testing.metadata_server import Body, rfc3339
 from tests.preemption.listening import EVERY_SECONDS, Listener, listening, until
 
 NOW = rfc3339_seconds("2017-09-18T08:20:00Z")
@@ -203,3 +204,28 @@ async def test_a_service_that_is_not_there_yet(server: SimulatedAWS) -> None:
         await server.start()
         await until(lambda: listener.heard)
     assert listener.kinds == [NoticeKind.PREEMPT]
+
+
+async def test_a_lifecycle_hook_is_completed_once_the_node_may_go(server: SimulatedAWS) -> None:
+    """F11: a hook that nobody completes keeps the instance until its time is over. Hooks of launches are left alone."""
+    async with watching(server) as listener:
+        server.scale_in()
+        await until(lambda: listener.heard)
+        assert server.completed == []
+        assert await listener.watcher.acknowledge() == ()
+    assert server.completed == [server.instance_id]
+
+
+async def test_a_hook_that_cannot_be_completed_is_said(server: SimulatedAWS) -> None:
+    """The role may not ask, or the metadata are none: the hook's time runs out, and the job's end does not fail."""
+    async with watching(server) as listener:
+        server.scale_in()
+        await until(lambda: listener.heard)
+        server.instance_id = "i-another"
+        (problem,) = await listener.watcher.acknowledge()
+        assert "was not acknowledged" in problem
+        assert "autoscaling:CompleteLifecycleAction" in problem
+        server.keys["placement/region"] = "<html>"
+        (problem,) = await listener.watcher.acknowledge()
+        assert "placement/region: no word" in problem
+    assert server.completed == []

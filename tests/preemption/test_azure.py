@@ -15,7 +15,8 @@ from orchestrator.errors import SourceError
 from orchestrator.preemption import azure
 from orchestrator.preemption.base import http_date_seconds
 from orchestrator.preemption.metadata import Metadata
-from orchestrator.testing.metadata import Body, SimulatedAzure, Slow, Status
+from orchestrator.testing.metadata import SimulatedAzure
+from orchestrator.testing.metadata_server import Body, Slow, Status
 from tests.preemption.listening import EVERY_SECONDS, Listener, listening, until
 
 NOT_BEFORE = "Mon, 19 Sep 2016 18:29:47 GMT"

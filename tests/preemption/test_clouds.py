@@ -16,15 +16,8 @@ import pytest
 from orchestrator.clock import SystemClock
 from orchestrator.preemption import clouds as choosing
 from orchestrator.preemption.clouds import Clouds, cloud_of_firmware
-from orchestrator.testing.metadata import (
-    SERVICES,
-    Body,
-    MetadataServer,
-    SimulatedAWS,
-    SimulatedGCP,
-    SimulatedOCI,
-    Slow,
-)
+from orchestrator.testing.metadata import SERVICES, SimulatedAWS, SimulatedGCP, SimulatedOCI
+from orchestrator.testing.metadata_server import Body, MetadataServer, Slow
 from tests.no_metadata.sitecustomize import STRAYS_VARIABLE
 
 SERVERS: dict[str, type[MetadataServer]] = {**SERVICES, "oci": SimulatedOCI}

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.storage.opening import open_store
+from tests.commands import RUN
 from tests.processes.kill_plans import Kill, Plan, Victim
 from tests.processes.observation import Moment, Observation, Observer, processes, staging_folder_of
 from tests.processes.reference import Reference, StoreCheck
@@ -92,18 +93,8 @@ class Job:
     def start(self) -> None:
         """The same command each time."""
         command = [
-            *(
-                sys.executable,
-                "-m",
-                "orchestrator",
-                "run",
-                "--notices",
-                "none",
-                "--job",
-                "job",
-                "--store",
-                str(self.store.parent),
-            ),
+            *RUN,
+            *("--job", "job", "--store", str(self.store.parent)),
             *("--nodes", str(NODES), "--workers-per-node", "1", "--save-every", str(self._save_every)),
             *("--max-failures", "1000", "--staging", str(self.staging), "--", sys.executable, str(TRAINING)),
         ]

@@ -14,6 +14,7 @@ from orchestrator.checkpoint.opened import OpenedCheckpoint
 from orchestrator.checkpoint.reader import read_committed
 from orchestrator.core.messages import CheckpointId
 from orchestrator.storage.opening import open_store
+from tests.commands import RUN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL_GPT = ("--layers", "1", "--width", "32", "--text-mebibytes", "0.1")
@@ -25,18 +26,8 @@ def train(folder: Path, staging: str, example: str, *options: str) -> OpenedChec
     script = EXAMPLES / example / "train.py"
     done = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-m",
-                "orchestrator",
-                "run",
-                "--notices",
-                "none",
-                "--job",
-                "example",
-                "--store",
-                str(folder / "store"),
-            ),
+            *RUN,
+            *("--job", "example", "--store", str(folder / "store")),
             *("--workers-per-node", "2", "--save-every", "20", "--staging", staging),
             *("--", sys.executable, str(script), *options),
         ],

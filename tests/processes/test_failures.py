@@ -27,6 +27,7 @@ from orchestrator.core.messages import CheckpointId, Request, Requested
 from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.testing import faults
+from tests.commands import RUN
 from tests.processes.harness import TRAINING, check_store, final_digests, run_job, until
 
 PACKAGE = Path(orchestrator.__file__).parent
@@ -145,18 +146,8 @@ async def test_worker_killed_between_saves(tmp_path: Path, staging: str, referen
 async def test_supervisor_killed(step: int, tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
     """SIGKILL to the supervisor, before and after the first checkpoint: the same command goes on to the same end."""
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "orchestrator",
-            "run",
-            "--notices",
-            "none",
-            "--job",
-            "small",
-            "--store",
-            str(tmp_path / "store"),
-        ),
+        *RUN,
+        *("--job", "small", "--store", str(tmp_path / "store")),
         *("--nodes", "2", "--workers-per-node", "1", "--save-every", "10", "--staging", staging),
         *("--", sys.executable, str(TRAINING)),
     ]

@@ -10,7 +10,8 @@ import pytest
 
 from orchestrator.core.job import Phase
 from orchestrator.supervisor.loop import Supervisor
-from orchestrator.testing.metadata import SimulatedAWS, SimulatedAzure, Unauthorized
+from orchestrator.testing.metadata import SimulatedAWS, SimulatedAzure
+from orchestrator.testing.metadata_server import Unauthorized
 from tests.processes.harness import JobResult, check_store, final_digests, run_job, until
 
 

@@ -21,6 +21,7 @@ from orchestrator.checkpoint.catalog import survey
 from orchestrator.schedulers.leftovers import start_ticks
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
+from tests.commands import RUN
 from tests.processes.harness import TRAINING, check_store, final_digests, until
 
 WORLD_SIZE = 2
@@ -34,18 +35,8 @@ class Runs:
     def __init__(self, folder: Path, staging: str) -> None:
         self._folder = folder
         self._arguments = [
-            *(
-                sys.executable,
-                "-m",
-                "orchestrator",
-                "run",
-                "--notices",
-                "none",
-                "--job",
-                "small",
-                "--store",
-                str(folder / "store"),
-            ),
+            *RUN,
+            *("--job", "small", "--store", str(folder / "store")),
             *("--nodes", "2", "--workers-per-node", "1", "--save-every", "10", "--staging", staging),
         ]
         self._environment = {**os.environ, "LOG": str(folder / "log"), "STEP_SECONDS": "0.3"}

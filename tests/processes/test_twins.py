@@ -15,24 +15,15 @@ import pytest
 from orchestrator.core.job import Phase
 from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
+from tests.commands import RUN
 from tests.processes.harness import TRAINING, check_store, run_job, until
 
 
 def command(tmp_path: Path, staging: str, nodes: str = "1") -> list[str]:
     """The command line of the job that the harness runs."""
     return [
-        *(
-            sys.executable,
-            "-m",
-            "orchestrator",
-            "run",
-            "--notices",
-            "none",
-            "--job",
-            "small",
-            "--store",
-            str(tmp_path / "store"),
-        ),
+        *RUN,
+        *("--job", "small", "--store", str(tmp_path / "store")),
         *("--nodes", nodes, "--save-every", "10", "--staging", staging, "--", sys.executable, str(TRAINING)),
     ]
 

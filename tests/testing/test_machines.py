@@ -13,7 +13,8 @@ import pytest
 from orchestrator.errors import SourceError
 from orchestrator.preemption.metadata import Metadata
 from orchestrator.testing.machines import Machines, process_at
-from orchestrator.testing.metadata import Cut, SimulatedTencent, Unauthorized
+from orchestrator.testing.metadata import SimulatedTencent
+from orchestrator.testing.metadata_server import Cut, Unauthorized
 
 KEY = "/latest/meta-data/spot/termination-time"
 ASKS = """
