@@ -85,7 +85,9 @@ class StoreActions:
         except FormatError as error:
             return GenerationRefused(node=node, refusal=Refusal.FORMAT, reason=str(error))
         except RollbackError as error:
-            return GenerationRefused(node=node, refusal=Refusal.ROLLBACK, reason=str(error))
+            return GenerationRefused(
+                node=node, refusal=Refusal.ROLLBACK, reason=str(error), rollback_to=action.rollback_to
+            )
         except (StoreDeniedError, StoreFullError) as error:
             return GenerationRefused(node=node, refusal=Refusal.DENIED, reason=str(error))
         except OrchestratorError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from orchestrator.core.messages import HostReported
 from orchestrator.health import xid
-from orchestrator.health.gpu import Answer, Devices, NoAnswer, judge_devices, visible
+from orchestrator.health.gpu import NVIDIA_SMI, Answer, Devices, NoAnswer, judge_devices, visible
 from orchestrator.health.host import HostReading, judge
 from orchestrator.health.joining import VISIBLE_DEVICES
 from orchestrator.health.trouble import Trouble
@@ -45,11 +45,22 @@ class DeviceWatch:
 
     async def run(self) -> None:
         """Until it is cancelled; ends at once where there are no devices."""
-        found = await asyncio.to_thread(self._read)
-        first = () if isinstance(found, NoAnswer) else visible(found, os.environ.get(VISIBLE_DEVICES))
+        first = visible(await self._first_answer(), os.environ.get(VISIBLE_DEVICES))
         self._addresses = frozenset(device.address for device in first) - {""}
         if first:
             await asyncio.gather(self._ask_for_ever(first), self._look_at_log_for_ever())
+
+    async def _first_answer(self) -> Devices:
+        """Without it nothing is watched, which is told once."""
+        blind: dict[str, Trouble] = {}
+        while isinstance(found := await asyncio.to_thread(self._read), NoAnswer):
+            words = f"{found.words}; until it answers no device is watched"
+            now = {NVIDIA_SMI: Trouble(words=words, condemns=found.lost)}
+            _tell(self._node, now, blind, self._post)
+            blind = now
+            await asyncio.sleep(DEVICE_LOOK_SECONDS)
+        _tell(self._node, {}, blind, self._post)
+        return found
 
     async def _ask_for_ever(self, first: Devices) -> None:
         troubled = judge_devices(first, first, {})  # what was there before this agent is told as well

@@ -134,9 +134,12 @@ class NoticeWatch:
         given = request.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, expected):
             raise web.HTTPForbidden(text="only the job's token may push notices")
-        body = await request.content.read(BODY_BYTES_MAX + 1)
-        while len(body) <= BODY_BYTES_MAX and (more := await request.content.read(BODY_BYTES_MAX + 1 - len(body))):
-            body += more
+        body = b""
+        try:
+            while len(body) <= BODY_BYTES_MAX and (more := await request.content.read(BODY_BYTES_MAX + 1 - len(body))):
+                body += more
+        except web.RequestPayloadError as error:
+            raise web.HTTPBadRequest(text="the body is not encoded as it says") from error
         if len(body) > BODY_BYTES_MAX:
             raise web.HTTPRequestEntityTooLarge(BODY_BYTES_MAX, len(body))
         try:

@@ -90,10 +90,11 @@ def open_generation(
 
     Raises FencedError, JobOverError, FormatError (nothing readable to start from), RollbackError, StoreError.
     """
+    highest = may_start(store, who) if own is None else own
     if rollback_to is not None:
-        rollback_target(survey(store), rollback_to)
+        _target(store, rollback_to)
     claim = Claim(who=who, wall_seconds=wall_seconds, rollback_to=rollback_to)
-    number = _claim_after(store, claim, may_start(store, who)) if own is None else _claim_next(store, claim, own)
+    number = _claim_after(store, claim, highest) if own is None else _claim_next(store, claim, own)
     rolled = roll_forward(store)
     catalog = survey(store)
     for entry in catalog.entries:
@@ -300,17 +301,26 @@ def roll_forward(store: ObjectStore) -> tuple[CheckpointId, ...]:
     return tuple(done)
 
 
+def _target(store: ObjectStore, step: int) -> CheckpointId:
+    """The checkpoint that a claim with this step leads to. What is whole is committed first, as it will be after it.
+
+    The number to be claimed has to be known before: of two rollbacks at once the later one would not see the other's.
+    """
+    roll_forward(store)
+    return rollback_target(survey(store), step)
+
+
 def roll_back(store: ObjectStore, who: Claimant, step: int, by: str, wall_seconds: float) -> CheckpointId:
     """Where no supervisor runs: a generation that only bounds the earlier ones, and has ended. Whoever starts goes on.
 
     Returns the checkpoint that the next start loads. A job that is done or cancelled can be started again after it.
     Raises RollbackError, FencedError (the job belongs to another owner, and has not ended), FormatError, StoreError.
     """
-    target = rollback_target(survey(store), step)
     try:
         highest = may_start(store, who)
     except JobOverError:  # a person has thought better of it
         highest = may_start(store, replace(who, take_over=True))
+    target = _target(store, step)
     _claim_after(store, Claim(who=who, wall_seconds=wall_seconds, rollback_to=step), highest)
     record_end(store, who, Outcome.DRAINED, f"rolled back to step {step} by {by}", wall_seconds)
     return target

@@ -42,9 +42,9 @@ def rollback(
     state = _state_of(job, store)
     catalog = survey(open_job(state.job_url, None))
     left = left_behind(catalog, step)
+    target = rollback_target(catalog, step)
     address = state.supervisor()
     if address is not None:
-        target = rollback_target(catalog, step)
         SupervisorClient(address).request("rollback", step=step)
         say(f"accepted: the job {job!r} ends its generation and goes on from checkpoint {target}")
     else:
@@ -67,6 +67,7 @@ def _claim(state: StateFolder, step: int, *, take_over: bool) -> CheckpointId:
 
     state.acquire()
     try:
+        state.forget_supervisor()  # workers that it left running are on the course that is left
         who = Claimant(job=state.job, owner=state.owner(), claimant=secrets.token_hex(8), take_over=take_over)
         return roll_back(open_job(state.job_url, None), who, step, this_user(), time.time())
     finally:

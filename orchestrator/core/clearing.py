@@ -84,6 +84,8 @@ def _judge(turn: Turn) -> None:
     own_exits = [event for event in exits if not event.ended_by_us]
     if job.ending is not None and job.ending.outcome is not Outcome.DRAINED:
         return
+    if job.rollback_to is not None:  # what becomes of a course that is left says nothing of the one that is taken
+        return
     refused = any(cause_of(event).cause is Cause.REFUSED for event in own_exits)
     suspects.remember(turn)
     if job.lost_in_gang and not refused:

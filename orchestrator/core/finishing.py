@@ -8,6 +8,8 @@ from orchestrator.core.states import Job, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.errors import ExitCode
 
+NOT_ROLLED_BACK = "not rolled back"
+
 
 def conclude(turn: Turn) -> None:
     """End from GATHERING: with an end record if a generation of ours may exist and somebody can write it."""
@@ -77,5 +79,7 @@ def finish(turn: Turn, exit_code: int, reason: str) -> None:
     for name in list(turn.job.nodes):
         turn.do(ReleaseNode(node=name, reason="the job is over"))
     turn.set(nodes={})
+    if turn.job.rollback_to is not None:
+        turn.note(NOT_ROLLED_BACK, f"the job ends before it has gone back to step {turn.job.rollback_to}; ask again")
     turn.note("ended", reason, facts=turn.facts(exit_code=exit_code))
     turn.do(Finish(exit_code=exit_code, reason=reason))

@@ -102,6 +102,8 @@ def consider(turn: Turn) -> None:
     since_seconds = job.since_seconds if job.ended_at_seconds is None else job.ended_at_seconds
     if (size.could_grow or job.condemned) and turn.now - since_seconds < patience:
         return
+    if rollback.has_to_wait(turn):
+        return
     members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
     members = (opener, *(name for name in members if name != opener))  # rank 0 is where its workers meet

@@ -7,7 +7,7 @@ not see while it stood still itself counts for nobody. How a hang is told from a
 from __future__ import annotations
 
 from orchestrator.core import breaking
-from orchestrator.core.hangs import PACES, PATIENCE, Judgement, Sign, judge, limit_seconds
+from orchestrator.core.hangs import PACES, Judgement, Sign, ending_seconds, judge, limit_seconds
 from orchestrator.core.messages import Look, Looked, Paused
 from orchestrator.core.states import Job, Phase
 from orchestrator.core.turn import Turn
@@ -32,6 +32,8 @@ def on_steps(turn: Turn, steps: int) -> None:
     if not job.awaiting_first_step and not _stood_still(turn):
         paces = (*quiet.paces_seconds, took / steps)[-PACES:]
         quiet = quiet.changed(paces_seconds=paces, longest_seconds=max(quiet.longest_seconds, took))
+    if job.highest_step > quiet.presumed_step:  # no pause that comes at this step, so it was a hang
+        quiet = quiet.changed(presumed_seconds=0.0)
     turn.set(quiet=quiet.changed(since_seconds=turn.now, asked_at_seconds=None, looks={}, told=""))
 
 
@@ -171,12 +173,13 @@ def _judge_if_known(turn: Turn, *, all_have_answered: bool = False) -> None:
     judgement = judge(job.gang, [look for answer in looks.values() for look in answer.ranks])
     if judgement is None:
         return  # nobody answers: the supervisor may be the one that is cut off
-    quiet_seconds, patience = _quiet_seconds(turn.job, turn.now), PATIENCE[judgement.sign]
+    quiet_seconds, limit = _quiet_seconds(turn.job, turn.now), _limit_seconds(turn)
     _tell(turn, judgement, quiet_seconds)
-    if job.spec.attached or patience is None:
+    needed_seconds = ending_seconds(job.quiet, limit, judgement.sign)
+    if job.spec.attached or needed_seconds is None:
         return
-    # A first step has a limit that is ample already.
-    needed_seconds = _limit_seconds(turn) * (1.0 if job.awaiting_first_step else patience)
+    if job.awaiting_first_step:  # it has a limit that is ample already
+        needed_seconds = limit
     if quiet_seconds >= needed_seconds:
         _end(turn, judgement, quiet_seconds)
 
@@ -208,8 +211,13 @@ def _end(turn: Turn, judgement: Judgement, quiet_seconds: float) -> None:
     """A failure; what may have been a pause all the same is waited for longer next time."""
     job = turn.job
     node, quiet = _node(turn, judgement), job.quiet
-    longest = quiet.longest_seconds if judgement.sign is Sign.STOPPED else max(quiet.longest_seconds, quiet_seconds)
+    if judgement.sign is not Sign.STOPPED:
+        quiet = quiet.changed(
+            presumed_seconds=quiet_seconds,
+            presumed_step=job.highest_step,
+            ended_after_seconds=max(quiet.ended_after_seconds, quiet_seconds),
+        )
     if node is not None and node == quiet.blamed:
         breaking.do_without(turn, node, "its ranks held the others up twice in a row")
-    turn.set(quiet=quiet.changed(longest_seconds=longest, blamed=node))
+    turn.set(quiet=quiet.changed(blamed=node))
     breaking.fail_gang(turn, f"hang: no step after {job.highest_step} for {quiet_seconds:.0f} s; {judgement.words}")

@@ -55,6 +55,12 @@ class Quiet(Changeable):
     """What a step took, of the last few times that steps came; a pause may be among them."""
     longest_seconds: float = 0.0
     """The longest time without a step that ended with one, but for the first step of a generation."""
+    presumed_seconds: float = 0.0
+    """After which the last gang was ended, as long as that may have been a pause that comes again."""
+    presumed_step: int = 0
+    """The step after which it was: who gets past it has not paused there."""
+    ended_after_seconds: float = 0.0
+    """The longest time without a step after which a gang was ended."""
     pauses: Mapping[str, float] = field(default_factory=dict)
     """Node → until when one of its ranks said that no step would come."""
     asked_at_seconds: float | None = None
@@ -82,7 +88,16 @@ class Judgement:
 def limit_seconds(quiet: Quiet, least_seconds: float) -> float:
     """A time without a step that is suspicious: ten steps' time, and twice the longest pause that was no hang."""
     step_seconds = median(quiet.paces_seconds) if quiet.paces_seconds else 0.0
-    return max(least_seconds, STEPS_QUIET * step_seconds, PAUSES_QUIET * quiet.longest_seconds)
+    pause_seconds = max(quiet.longest_seconds, quiet.presumed_seconds)
+    return max(least_seconds, STEPS_QUIET * step_seconds, PAUSES_QUIET * pause_seconds)
+
+
+def ending_seconds(quiet: Quiet, limit_seconds: float, sign: Sign) -> float | None:
+    """When the gang is ended for it; None: never. Twice as late as the last time, unless a rank is stopped."""
+    patience = PATIENCE[sign]
+    if patience is None or sign is Sign.STOPPED:
+        return None if patience is None else patience * limit_seconds
+    return max(patience * limit_seconds, PAUSES_QUIET * quiet.ended_after_seconds)
 
 
 def judge(gang: Gang, looks: Iterable[RankLook]) -> Judgement | None:

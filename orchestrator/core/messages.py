@@ -201,6 +201,8 @@ class GenerationRefused:
     node: str
     refusal: Refusal
     reason: str
+    rollback_to: int | None = None
+    """As it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,7 +169,7 @@ def _saves(turn: Turn, gang: Gang, members: list[GangReturned], missing: RankSet
 
 
 def _break_if_useless(turn: Turn, members: list[GangReturned]) -> None:
-    """A part of the gang is missing, or it was ended, or the job shall end without another save."""
+    """A part of the gang is missing, or it was ended, or the job shall end, or go back, without another save."""
     gang, ending = turn.job.gang, turn.job.ending
     assert gang is not None
     for name in sorted({*gang.nodes} - {event.node for event in members}):
@@ -181,6 +181,8 @@ def _break_if_useless(turn: Turn, members: list[GangReturned]) -> None:
         breaking.break_gang(turn, "its workers were ended before the supervisor was started again")
     elif ending is not None and ending.outcome is not Outcome.DRAINED:
         breaking.break_gang(turn, ending.reason)
+    elif turn.job.rollback_to is not None:
+        breaking.break_gang(turn, f"rolled back to step {turn.job.rollback_to}")
 
 
 def _repeat_decision(turn: Turn, event: GangReturned, saves: dict[int, Save]) -> None:

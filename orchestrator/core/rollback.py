@@ -6,11 +6,13 @@ The claim bounds every earlier generation for ever, uploads that end late includ
 from __future__ import annotations
 
 from orchestrator.core import breaking
+from orchestrator.core.finishing import NOT_ROLLED_BACK
 from orchestrator.core.messages import GenerationOpened, GenerationRefused, Requested
 from orchestrator.core.states import Trigger
 from orchestrator.core.turn import Turn
 
-NOT_ROLLED_BACK = "not rolled back"
+SWEPT_WITHIN_SECONDS = 60.0
+"""A sweep that has not ended by then is not waited for any longer."""
 
 
 def ask(turn: Turn, event: Requested) -> None:
@@ -23,6 +25,13 @@ def ask(turn: Turn, event: Requested) -> None:
     avoid = tuple(checkpoint for checkpoint in job.avoid if checkpoint.step != event.step)
     turn.set(rollback_to=event.step, avoid=avoid, attempts=(), barren=0, retry_at_seconds=turn.now)
     breaking.break_gang(turn, f"rolled back to step {event.step} by {event.by}")
+
+
+def has_to_wait(turn: Turn) -> bool:
+    """Whether a sweep may still delete the very checkpoint that is gone back to, which only the claim would keep."""
+    job = turn.job
+    is_swept = job.sweeper in job.nodes and turn.now - job.swept_at_seconds < SWEPT_WITHIN_SECONDS
+    return job.rollback_to is not None and is_swept
 
 
 def on_opened(turn: Turn, event: GenerationOpened) -> bool:
@@ -42,7 +51,14 @@ def on_opened(turn: Turn, event: GenerationOpened) -> bool:
 
 
 def on_refused(turn: Turn, event: GenerationRefused) -> None:
-    """The checkpoint has gone since the person looked: the job goes on from its newest one."""
-    turn.set(rollback_to=None)
-    turn.note(NOT_ROLLED_BACK, f"{event.reason}; the job goes on from its newest checkpoint", node=event.node)
+    """The checkpoint has gone since the person looked: the job goes on from its newest one, or is rolled back further.
+
+    Who has asked again in the meantime has asked for another step.
+    """
+    if turn.job.rollback_to == event.rollback_to:
+        turn.set(rollback_to=None)
+        then = "the job goes on from its newest checkpoint"
+    else:
+        then = f"step {turn.job.rollback_to} was asked for meanwhile"
+    turn.note(NOT_ROLLED_BACK, f"{event.reason}; {then}", node=event.node)
     turn.go(Trigger.OPEN_FAILED)

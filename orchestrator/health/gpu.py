@@ -29,9 +29,12 @@ ROWS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 ACTION = ("uuid", "gpu_recovery_action")
 GPU_IS_LOST = 15
 """nvidia-smi's exit status (NVML's error) where a device has fallen off the bus or cannot be reached."""
+NO_DEVICES = "No devices were found"
+_UUID = re.compile(r"GPU-\S+")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _LOST = re.compile(r"GPU is lost|Unable to determine the device handle for GPU|fallen off the bus")
 NVIDIA_SMI = "nvidia-smi"
-NOTHING = ("0", "No", "None", "N/A", "[N/A]", "[Not Supported]", "")
+NO_ACTION = ("0", "No", "None", "N/A", "[N/A]", "[Not Supported]", "")
 Run = Callable[[Sequence[str]], str]
 """Runs a command; its output. Raises OSError or subprocess.SubprocessError."""
 
@@ -83,16 +86,17 @@ def run_command(command: Sequence[str]) -> str:
 
 
 def read_devices(run: Run = run_command) -> Answer:
-    """All devices."""
+    """All devices. Lines that are about none, such as warnings, are passed over, unless there is nothing else."""
     try:
-        lines = _table(run(_query("--query-gpu", STATE)))
+        text = run(_query("--query-gpu", STATE))
     except (OSError, subprocess.SubprocessError) as error:
         return _no_answer(error)
+    lines = [line for line in _table(text) if _UUID.fullmatch(line[0])]
+    if not lines and text.strip() and NO_DEVICES not in text:
+        return NoAnswer(words=f"nvidia-smi's answer is not understood: {_said(text)}")
     rows = _by_device(run, "--query-remapped-rows", ROWS)  # not for devices before Ampere
     actions = _by_device(run, "--query-gpu", ACTION)  # not by drivers before R565
-    return tuple(
-        _device(line, rows.get(line[0], ()), actions.get(line[0], ())) for line in lines if len(line) == len(STATE)
-    )
+    return tuple(_device(line, rows.get(line[0], ()), actions.get(line[0], ())) for line in lines)
 
 
 def _query(kind: str, fields: Sequence[str]) -> list[str]:
@@ -113,9 +117,13 @@ def _no_answer(error: Exception) -> NoAnswer:
         return NoAnswer(words=f"nvidia-smi does not answer within {error.timeout:.0f} s: the driver may hang")
     if not isinstance(error, subprocess.CalledProcessError):
         return NoAnswer(words=f"nvidia-smi cannot be run: {error}")
-    said = " ".join(str(error.output or "").split())[:200]
+    said = _said(str(error.output or ""))
     how = f"nvidia-smi exits with status {error.returncode}" + (f": {said}" if said else "")
     return NoAnswer(words=how, lost=error.returncode == GPU_IS_LOST or _LOST.search(said) is not None)
+
+
+def _said(text: str) -> str:
+    return " ".join(text.split())[:200]
 
 
 def _table(text: str) -> list[list[str]]:
@@ -123,19 +131,28 @@ def _table(text: str) -> list[list[str]]:
 
 
 def _device(line: Sequence[str], rows: Sequence[str], action: Sequence[str]) -> Device:
-    uuid, address, celsius, errors, hot = line
+    uuid, address, celsius, errors, hot = line if len(line) == len(STATE) else (line[0], "", "", "", "")
     pending, failed = rows or ("", "")
     asked = action[0] if action else ""
     return Device(
         uuid=uuid,
-        celsius=int(celsius) if celsius.isdigit() else None,
-        uncorrected_errors=int(errors) if errors.isdigit() else None,
+        celsius=_number(celsius),
+        uncorrected_errors=_number(errors),
         too_hot=hot == "Active",
-        rows_pending=pending not in NOTHING,
-        rows_failed=failed not in NOTHING,
-        action="" if asked in NOTHING else asked,
-        address=bus_address(address) if address.count(":") == 2 else "",
+        rows_pending=_is_yes(pending),
+        rows_failed=_is_yes(failed),
+        action="" if asked in NO_ACTION else asked,
+        address=bus_address(address) or "",
     )
+
+
+def _number(text: str) -> int | None:
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+def _is_yes(text: str) -> bool:
+    """A number counts rows. What is neither yes nor a number ("[Unknown Error]") condemns nobody."""
+    return text.lower() == "yes" or (_number(text) or 0) > 0
 
 
 def visible(devices: Devices, names: str | None) -> Devices:
@@ -150,8 +167,9 @@ def visible(devices: Devices, names: str | None) -> Devices:
         if name in ("", "-1", "NoDevFiles"):
             break  # CUDA reads no further either
         known.append(name)
-    if all(name.isdigit() for name in known):
-        return tuple(devices[int(name)] for name in known if int(name) < len(devices))
+    numbers = [_number(name) for name in known]
+    if None not in numbers:
+        return tuple(devices[number] for number in numbers if number is not None and number < len(devices))
     if all(name.startswith("GPU-") for name in known):
         return tuple(device for device in devices if device.uuid.startswith(tuple(known)))
     return devices

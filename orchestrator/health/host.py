@@ -6,6 +6,7 @@ given: what was troubled has to get well by a margin, so that a value at the lim
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,13 +54,14 @@ def read_host(folders: Sequence[Path], pressure: Path = Path("/proc/pressure/mem
 def _stalled_percent(path: Path) -> float | None:
     """The line "full" of the kernel's pressure information; absent in kernels that are built or started without it."""
     try:
-        lines = [line.split() for line in path.read_text().splitlines()]
+        lines = [line.split() for line in path.read_text(errors="replace").splitlines()]
     except OSError:
         return None
     values = (
         word.removeprefix("avg60=") for line in lines if line[:1] == ["full"] for word in line if "avg60=" in word
     )
-    return next((float(value) for value in values), None)
+    found = next(values, "")
+    return float(found) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?", found) else None
 
 
 def judge(reading: HostReading, troubled: Collection[str]) -> dict[str, Trouble]:

@@ -24,7 +24,9 @@ from orchestrator.health.gpu import GIVE_UP_SECONDS, NVIDIA_SMI, Answer, condemn
 COMMAND = (sys.executable, "-m", "orchestrator.health.device_check")
 LOAD_SECONDS_MAX = 300.0
 """Until torch is loaded, from a file system that may be slow: longer than that speaks against nobody."""
-LINE_BYTES_MAX = 1 << 16
+PART_BYTES_MAX = 1 << 16
+OUTPUT_BYTES_MAX = 4 << 20
+"""Who prints more has gone wrong."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -81,25 +83,27 @@ def run_test(
 
 def _read(file: int, first_seconds_max: float, next_seconds_max: float) -> tuple[bytes, bool]:
     """What is written, and whether that is all: else nothing came for too long after the last line."""
-    text, answers, until = b"", 0, time.monotonic() + first_seconds_max
+    text, read, until = bytearray(), 0, time.monotonic() + first_seconds_max
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
-        while selector.select(max(until - time.monotonic(), 0.0)):
-            part = os.read(file, LINE_BYTES_MAX)
+        while (left := until - time.monotonic()) > 0 and len(text) < OUTPUT_BYTES_MAX and selector.select(left):
+            part = os.read(file, PART_BYTES_MAX)
             if not part:
-                return text, True
+                return bytes(text), True
             text += part
-            known, answers = answers, len(_answers(text.decode(errors="replace").splitlines()))
-            if answers > known:
-                until = time.monotonic() + next_seconds_max
-    return text, False
+            end = text.rfind(b"\n") + 1
+            if end > read:
+                if _answers(text[read:end].decode(errors="replace").splitlines()):
+                    until = time.monotonic() + next_seconds_max
+                read = end
+    return bytes(text), False
 
 
 def _answers(lines: Sequence[str]) -> list[dict[str, object]]:
     """The test's own lines among what libraries print."""
     found: list[dict[str, object]] = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and ("devices" in value or "device" in value):
                 found.append(value)

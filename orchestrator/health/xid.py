@@ -50,8 +50,9 @@ OF_THE_APPLICATION = frozenset({11, 13, 25, 31, 32, 37, 43, 45, 68, 69, 80})
 Never told: the worker's own end tells it better, and each end by SIGKILL leaves a 45.
 """
 
+_BUS = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.[0-9a-f])?")
 _ADDRESS = r"(?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
-_XID = re.compile(rf"NVRM: Xid \({_ADDRESS}[^)]*\): (\d+)(?:,\s*(.*))?$")
+_XID = re.compile(rf"NVRM: Xid \({_ADDRESS}[^)]*\): ([0-9]{{1,9}})(?:,\s*(.*))?$")
 _FALLEN_OFF = re.compile(rf"NVRM: GPU (?:at )?{_ADDRESS}(?:\.\d)?:? (?:GPU )?has fallen off the bus")
 _CHANGED_TO = re.compile(r"changed from .* to \S+ \(([^)]*)\)")
 
@@ -66,10 +67,10 @@ class Xid:
     words: str
 
 
-def bus_address(text: str) -> str:
-    """One spelling for 0000:3B:00, 00000000:3B:00.0 and 0000:3b:00.0: "0000:3b:00"."""
-    domain, bus, device = text.strip().lower().split(".")[0].split(":")
-    return f"{int(domain, 16):04x}:{bus}:{device}"
+def bus_address(text: str) -> str | None:
+    """One spelling for 0000:3B:00, 00000000:3B:00.0 and 0000:3b:00.0: "0000:3b:00"; None: it is no address."""
+    found = _BUS.fullmatch(text.strip().lower())
+    return None if found is None else f"{int(found[1], 16):04x}:{found[2]}:{found[3]}"
 
 
 def parse(lines: Iterable[str]) -> list[Xid]:
@@ -81,9 +82,9 @@ def _parse_line(line: str) -> Xid | None:
     found = _XID.search(line)
     if found is not None:
         words = (found[3] or "").strip()[:WORDS_MAX]
-        return Xid(code=int(found[2]), address=bus_address(found[1]), words=words)
+        return Xid(code=int(found[2]), address=bus_address(found[1]) or "", words=words)
     fallen = _FALLEN_OFF.search(line)
-    return None if fallen is None else Xid(code=FALLEN_OFF, address=bus_address(fallen[1]), words="")
+    return None if fallen is None else Xid(code=FALLEN_OFF, address=bus_address(fallen[1]) or "", words="")
 
 
 def judge(xid: Xid) -> Trouble | None:

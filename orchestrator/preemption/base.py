@@ -125,7 +125,8 @@ def short(text: str) -> str:
 
 def digest_id(*parts: str) -> str:
     """An id for an event that has none: the same content has the same."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    whole = "\0".join(parts).encode(errors="backslashreplace")  # JSON may have half of a character
+    return hashlib.sha256(whole).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------------- its times

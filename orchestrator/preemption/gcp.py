@@ -23,6 +23,8 @@ ADDRESS = "http://169.254.169.254"
 EVERY_SECONDS = 1.0
 """Rest between two answers; what changes meanwhile is said by the next one at once."""
 WAIT_SECONDS = 60.0
+WAITS_IN_VAIN_MAX = 2
+"""Something on the way that lets no answer wait would let a notice be heard a minute late: then nobody waits."""
 FLAVOR = {"Metadata-Flavor": "Google"}
 ROOT = "/computeMetadata/v1/instance/"
 
@@ -56,16 +58,21 @@ class LongPoll:
         self._path = path
         self._wait_seconds = wait_seconds
         self._etag = ""
+        self._in_vain = 0
+        """Answers in a row that were waited for and did not come."""
 
     async def read(self) -> bytes | None:
         """The value; None where there is no such key. Waits for a change if it was read before. Raises SourceError."""
         path, waits = self._path, 0.0
-        if self._etag:
+        if self._etag and self._in_vain < WAITS_IN_VAIN_MAX:
             waits = self._wait_seconds
             path += f"?wait_for_change=true&timeout_sec={waits:g}&last_etag={quote(self._etag, safe='')}"
         self._etag = ""  # after any trouble it is read without waiting
+        self._in_vain += waits > 0
         answer = await self._metadata.get(path, FLAVOR, waits_seconds=waits)
         require_google(answer)
+        if waits:
+            self._in_vain = 0
         if answer.status == HTTPStatus.NOT_FOUND:
             return None
         if answer.status != HTTPStatus.OK:

@@ -7,10 +7,8 @@ agent from ending.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,6 +18,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from orchestrator.errors import SourceError
+from orchestrator.preemption.detached import detached
 
 REQUEST_SECONDS = 2.0
 ANSWER_BYTES_MAX = 64 << 10
@@ -154,30 +153,16 @@ class _DetachedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[list[Any]] = loop.create_future()
+        def ask() -> list[Any]:
+            return socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
 
-        def settle(result: list[Any] | None, error: OSError | None) -> None:
-            if found.done():
-                return
-            if error is not None:
-                found.set_exception(error)
-            else:
-                found.set_result(result or [])
-
-        def work() -> None:
-            outcome: tuple[list[Any] | None, OSError | None]
-            try:
-                outcome = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM), None
-            except (OSError, UnicodeError) as error:
-                outcome = None, OSError(str(error))
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(settle, *outcome)
-
-        threading.Thread(target=work, daemon=True, name=f"resolve {host}").start()
+        try:
+            found = await detached(ask, f"resolve {host}")
+        except UnicodeError as error:
+            raise OSError(str(error)) from error
         return [
             ResolveResult(hostname=host, host=where[0], port=where[1], family=kind, proto=protocol, flags=0)
-            for kind, _, protocol, _, where in await found
+            for kind, _, protocol, _, where in found
         ]
 
     async def close(self) -> None:

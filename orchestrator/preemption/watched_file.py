@@ -8,6 +8,7 @@ echo '{"kind": "hint"}' > /run/leave                   # save soon, and stay
 from __future__ import annotations
 
 import asyncio
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +16,29 @@ from pathlib import Path
 from orchestrator.core.messages import NoticeKind
 from orchestrator.errors import SourceError
 from orchestrator.preemption.base import NOTHING, Found, Reading, Source, digest_id, json_of, rfc3339_seconds, time_left
+from orchestrator.preemption.detached import detached
 from orchestrator.preemption.pushed import LEAD_SECONDS_MAX, parse_own
 
 EVERY_SECONDS = 1.0
 FILE_BYTES_MAX = 4096
+READ_SECONDS = 2.0
+"""A file system that has not answered by then is one that cannot be read."""
 
 
 def sources(path: Path, wall: Callable[[], float], every_seconds: float = EVERY_SECONDS) -> list[Source]:
     """What is looked at."""
 
+    reading: asyncio.Future[bytes | None] | None = None
+
     async def look() -> Reading:
-        body = await asyncio.to_thread(_read, path)
+        nonlocal reading
+        if reading is None:  # else the last look still waits: one thread hangs, not one more with each look
+            reading = detached(lambda: _read(path), f"read {path}")
+        done, _ = await asyncio.wait({reading}, timeout=READ_SECONDS)
+        if not done:
+            raise SourceError(f"{path}: it could not be read within {READ_SECONDS:g} s")
+        over, reading = reading, None
+        body = over.result()
         return NOTHING if body is None else Reading(found=(parse_file(body, wall()),))
 
     return [Source(cloud="file", key=str(path), look=look, every_seconds=every_seconds, withdraws=True)]
@@ -33,6 +46,8 @@ def sources(path: Path, wall: Callable[[], float], every_seconds: float = EVERY_
 
 def _read(path: Path) -> bytes | None:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe or a terminal may wait for ever
+            raise SourceError(f"{path}: it is no plain file")
         with path.open("rb") as stream:
             body = stream.read(FILE_BYTES_MAX + 1)
     except FileNotFoundError:

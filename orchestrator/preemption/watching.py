@@ -15,7 +15,7 @@ from types import MappingProxyType
 from orchestrator.clock import Clock
 from orchestrator.core.messages import NoticeKind, NoticeReceived, WatcherReported
 from orchestrator.errors import SourceError
-from orchestrator.preemption.base import Found, Reading, Source
+from orchestrator.preemption.base import Found, Reading, Source, short
 
 AHEAD_SECONDS = 900.0
 """Maintenance that is farther away is a hint until then: nobody leaves days before."""
@@ -233,7 +233,9 @@ class Watcher:
         cloud.failing[source.key] = (since, problem)
         if not cloud.blind and now - since >= self._blind_after_seconds:
             cloud.blind = True
-            self._report(WatcherReported(node=self._node, source=source.cloud, problem=f"{source.key}: {problem}"))
+            self._report(
+                WatcherReported(node=self._node, source=source.cloud, problem=f"{source.key}: {short(problem)}")
+            )
 
     def _sees(self, source: Source) -> None:
         cloud = self._clouds.setdefault(source.cloud, _Cloud())

@@ -181,7 +181,7 @@ class SlurmJob:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
-            self.state.withdraw()
+            self.state.forget_supervisor()
 
     def _make_watch(self, supervisor: Supervisor, allocation: SlurmAllocation) -> SlurmWatch:
         return SlurmWatch(

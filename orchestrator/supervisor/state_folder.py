@@ -58,6 +58,7 @@ class StateFolder:
         self.job_url = job_url
         self.path = state_root() / f"{job}-{digest}"
         self._lock: IO[bytes] | None = None
+        self._has_published = False
 
     @property
     def address_path(self) -> Path:
@@ -99,17 +100,18 @@ class StateFolder:
         address = _read_address(self.address_path)
         return address if address is not None and is_running(address) else None
 
+    def forget_supervisor(self) -> None:
+        """No address any more: what a supervisor that died has left running is not taken back by the next one."""
+        with contextlib.suppress(OSError):  # a file that stays names a process that is gone
+            self.address_path.unlink(missing_ok=True)
+
     def release(self) -> None:
-        """Give the lock back."""
+        """Give the lock back. Another supervisor's address stays: whom it has left running, the next one takes back."""
         if self._lock is not None:
-            self.withdraw()
+            if self._has_published:
+                self.forget_supervisor()
             self._lock.close()
             self._lock = None
-
-    def withdraw(self) -> None:
-        """Take the supervisor's address away; a file that stays names a process that is gone."""
-        with contextlib.suppress(OSError):
-            self.address_path.unlink(missing_ok=True)
 
     def note_slurm_job(self, job_id: str) -> None:
         """Which of Slurm's jobs this one was submitted as last: for `status` while it does not run."""
@@ -159,6 +161,7 @@ class StateFolder:
             "host": host,
             "certificate": certificate,
         }
+        self._has_published = True
         _write_private(self.address_path, json.dumps(body))
 
 

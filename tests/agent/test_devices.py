@@ -224,6 +224,27 @@ def test_the_devices_of_an_attached_script_are_not_tested(tmp_path: Path) -> Non
     scene.play(story)
 
 
+async def test_a_driver_that_answers_only_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That no device is watched is told once; when it answers, they are."""
+    monkeypatch.setattr("orchestrator.agent.hostwatch.DEVICE_LOOK_SECONDS", 0.01)
+    silent: Answer = NoAnswer(words="nvidia-smi does not answer within 30 s")
+    coming = [silent, silent, (AA,)]
+    heard: asyncio.Queue[HostReported] = asyncio.Queue()
+    watch = DeviceWatch(NODE, lambda: coming.pop(0) if coming else (), None, heard.put_nowait)
+    running = asyncio.create_task(watch.run())
+    try:
+        async with asyncio.timeout(30):
+            told = [await heard.get() for _ in range(3)]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert [(event.what, event.problem) for event in told] == [
+        ("nvidia-smi", "nvidia-smi does not answer within 30 s; until it answers no device is watched"),
+        ("nvidia-smi", None),
+        ("GPU-aa", "device GPU-aa is not there any more"),
+    ]
+
+
 async def test_a_command_named_nvidia_smi_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As processes, and in real time: a device's row of memory fails, then the device is not listed any more."""
     monkeypatch.setattr("orchestrator.agent.hostwatch.DEVICE_LOOK_SECONDS", 0.05)

@@ -109,6 +109,14 @@ async def test_what_is_refused(tmp_path: Path, body: Any, token: str, status: in
     assert heard.heard == []
 
 
+async def test_a_body_that_is_not_encoded_as_it_says(tmp_path: Path) -> None:
+    headers = {"Authorization": f"Bearer {JOB_TOKEN}", "Content-Encoding": "gzip"}
+    async with ears(tmp_path, notices="webhook") as heard:
+        async with heard.session.post(f"{heard.url}/notices", data=b"{}", headers=headers) as answer:
+            assert answer.status == 400
+    assert heard.heard == []
+
+
 async def test_what_stands_has_a_limit(tmp_path: Path) -> None:
     async with ears(tmp_path, notices="webhook") as heard:
         for number in range(100):

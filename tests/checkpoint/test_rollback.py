@@ -23,7 +23,7 @@ from orchestrator.core.messages import CheckpointId, Outcome
 from orchestrator.errors import FencedError, RollbackError
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.memory import MemoryStore
-from tests.checkpoint.shards import checkpoint_id, save
+from tests.checkpoint.shards import checkpoint_id, save, upload_all
 
 SMALL = {"w": torch.arange(30, dtype=torch.float32)}
 ME = Claimant(job="job", owner="owner", claimant="process-1", take_over=False)
@@ -194,3 +194,52 @@ def test_another_job_is_not_touched(store: ObjectStore, tmp_path: Path) -> None:
     with pytest.raises(FencedError, match="belongs to the job"):
         roll_back(store, changed(PERSON, job="another", take_over=True), 10, "me", 2.0)
     assert set(read_generations(store)) == {1}
+
+
+# ----------------------------------------------------------------------------------------- at the same time
+
+
+def test_what_is_whole_counts_before_anything_is_claimed(store: ObjectStore, tmp_path: Path) -> None:
+    """A later course has left a whole step without an index, lower than the one asked for: it would be the newest."""
+    start(store)
+    saved(store, tmp_path, (1, 10), (1, 20))
+    upload_all(store, tmp_path, SMALL, checkpoint=checkpoint_id(2, 15))
+    with pytest.raises(RollbackError, match="step 20 cannot be gone back to; these steps can: 15, 10"):
+        roll_back(store, PERSON, 20, "me", 2.0)
+    with pytest.raises(RollbackError, match="these steps can: 15, 10"):
+        start(store, own=1, rollback_to=20)
+    assert set(read_generations(store)) == {1}
+    assert roll_back(store, PERSON, 15, "me", 2.0) == checkpoint_id(2, 15)
+
+
+@pytest.mark.parametrize("call", range(1, 40))
+def test_of_two_at_once_each_is_told_the_truth(call: int, tmp_path: Path) -> None:
+    """Another person goes back further, whole, before any one call of the first one's to the store."""
+    truth = MemoryStore()
+    start(truth)
+    saved(truth, tmp_path, (1, 10), (1, 20), (1, 30))
+    calls = 0
+
+    class Interrupted(MemoryStore):
+        """The other rollback comes before the given call."""
+
+        def __getattribute__(self, name: str) -> object:
+            nonlocal calls
+            if name in ("create", "read", "read_into", "size", "entries"):
+                calls += 1
+                if calls == call:
+                    roll_back(truth, changed(PERSON, claimant="the other"), 10, "you", 2.0)
+            return super().__getattribute__(name)
+
+    seen = Interrupted()
+    seen._objects = truth._objects
+    try:
+        assert roll_back(seen, PERSON, 20, "me", 2.0) == checkpoint_id(1, 20)
+        is_told = True
+    except (RollbackError, FencedError):
+        is_told = False
+    order = [record.rollback_to for _, record in sorted(read_generations(truth).items())]
+    assert order in ([None, 20], [None, 10], [None, 20, 10])  # never 20 after 10, which would go back to 10
+    assert 20 in order or not is_told
+    expected = checkpoint_id(1, 10 if calls >= call else 20)
+    assert start(truth, changed(ME, claimant="process-2")).base == expected

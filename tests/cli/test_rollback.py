@@ -97,6 +97,16 @@ def test_a_job_that_is_just_starting_is_not_touched(command: Command, state: Sta
     state.release()
 
 
+@pytest.mark.parametrize(("step", "stays"), [("15", True), ("10", False)])
+def test_what_a_dead_supervisor_left_running_is_only_given_up_if_the_job_goes_back(
+    command: Command, state: StateFolder, step: str, stays: bool
+) -> None:
+    """Its nodes are found and taken back by the address and token that it published."""
+    state.address_path.write_text('{"job": "small", "url": "http://127.0.0.1:1", "token": "t", "pid": 999999999}')
+    assert command("rollback", "small", "--to", step).exit_code == (2 if stays else 0)
+    assert state.address_path.exists() is stays
+
+
 def test_a_run_elsewhere_is_taken_over_only_on_demand(command: Command, store: ObjectStore, tmp_path: Path) -> None:
     (next((tmp_path / "state").rglob("owner"))).unlink()  # as on another machine
     words = ("rollback", "small", "--to", "10", "--store", str(tmp_path / "store"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.hangs import PATIENCE, Judgement, Quiet, Sign, judge, limit_seconds
+from orchestrator.core.hangs import PATIENCE, Judgement, Quiet, Sign, ending_seconds, judge, limit_seconds
 from orchestrator.core.membership import Gang, form
 from orchestrator.core.messages import RankLook
 
@@ -88,3 +88,18 @@ def test_the_less_certain_the_longer_is_waited() -> None:
     assert PATIENCE[Sign.STOPPED] == 1.0
     assert all((patience or 99.0) >= 3.0 for sign, patience in PATIENCE.items() if sign is not Sign.STOPPED)
     assert PATIENCE.keys() == set(Sign)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "sign", "seconds"),
+    [
+        (Quiet(), Sign.BUSY, 600.0),
+        (Quiet(ended_after_seconds=600.0), Sign.BUSY, 1200.0),
+        (Quiet(ended_after_seconds=600.0), Sign.IDLE, 1200.0),
+        (Quiet(ended_after_seconds=10.0), Sign.IDLE, 180.0),
+        (Quiet(ended_after_seconds=600.0), Sign.STOPPED, 60.0),
+        (Quiet(ended_after_seconds=600.0), Sign.ALL_BLOCKED, None),
+    ],
+)
+def test_a_gang_is_ended_twice_as_late_as_the_last_one(quiet: Quiet, sign: Sign, seconds: float | None) -> None:
+    assert ending_seconds(quiet, 60.0, sign) == seconds

@@ -87,6 +87,7 @@ DEFAULTS: dict[str, Any] = {
     "usual": 2.5,
     "good_step": None,
     "problem": None,
+    "rollback_to": None,
 }
 
 

@@ -144,6 +144,35 @@ def test_the_devices_of_others_are_not_looked_at(names: str | None, left: str) -
     assert "".join(device.uuid[-1] for device in visible(devices, names)) == left
 
 
+UNKNOWN = Device(uuid="GPU-aa", celsius=None, uncorrected_errors=None, too_hot=False)
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ("WARNING: infoROM is corrupted at gpu 0000:3B:00.0\n" + STATE.splitlines()[0], (WELL,)),
+        ("GPU-aa, [Unknown Error]", (UNKNOWN,)),
+        ("GPU-aa, not:an:address, x, y, z", (UNKNOWN,)),
+        ("GPU-aa, 0.0:3B:00, ², ٣, \0", (UNKNOWN,)),
+        (f"GPU-aa, ::, {'9' * 5000}, -1, ", (UNKNOWN,)),
+        ("No devices were found\n", ()),
+        ("", ()),
+        ("\n \n", ()),
+        ("a, b, c, d, e", NoAnswer(words="nvidia-smi's answer is not understood: a, b, c, d, e")),
+        ("\ufffd" * 5000, NoAnswer(words="nvidia-smi's answer is not understood: " + "\ufffd" * 200)),
+    ],
+)
+def test_answers_that_no_documentation_has(state: str, found: Answer) -> None:
+    """They neither stop an agent nor condemn a node: a device with unknown values is there."""
+    assert answers(state, "GPU-aa, [Unknown Error], [GPU requires reset]", "x, y, z") == found
+    assert not [one for one in judge_devices(found, (WELL,), {}).values() if one.condemns] or found == ()
+
+
+@pytest.mark.parametrize("names", ["²", "9" * 5000, "0,²", "-2"])
+def test_visible_devices_that_nobody_has(names: str) -> None:
+    visible((WELL,), names)
+
+
 def test_a_driver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ANSWER_SECONDS_MAX", 0.5)
     with pytest.raises(subprocess.TimeoutExpired):

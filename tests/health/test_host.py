@@ -52,3 +52,10 @@ def test_this_machine_can_be_read(tmp_path: Path) -> None:
     assert seen.stalled_percent == 12.5
     assert list(seen.rooms) == [str(tmp_path)]
     assert read_host([], tmp_path / "none").stalled_percent is None
+
+
+@pytest.mark.parametrize("words", [b"\xff\xfe", b"full avg60=", b"full avg60=nan", b"full avg60=1e9", b"full avg60=x"])
+def test_pressure_that_is_none_stops_no_agent(tmp_path: Path, words: bytes) -> None:
+    pressure = tmp_path / "memory"
+    pressure.write_bytes(words)
+    assert read_host([], pressure).stalled_percent is None

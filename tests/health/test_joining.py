@@ -91,6 +91,13 @@ while True: print("still trying", flush=True); time.sleep(0.05)"""
     assert "gave no answer" in (judge_test(trial, 0.3) or "")
 
 
+def test_noise_without_any_pause_is_no_answer_either() -> None:
+    """A library that warns for ever, faster than it can be read: an end all the same, and no memory without bound."""
+    trial = run_test(60.0, script("""while True: print("[" * 10_000)"""))
+    assert trial.status is None
+    assert judge_test(trial, 60.0) is None
+
+
 def test_a_test_that_crashes() -> None:
     said = """import os; print('{"devices": 1}', flush=True); os.abort()"""
     trial = run_test(60.0, script(said))

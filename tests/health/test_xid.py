@@ -33,6 +33,10 @@ def test_what_the_driver_writes(line: str, code: int, address: str) -> None:
         "6,1,2,-;NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.54.15",
         "4,1,2,-;nvidia-nvswitch1: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 32 LTSSM Fault Up",
         "4,1,2,-;NVRM: Xid (PCI:0000:3b:00): none",
+        "4,1,2,-;NVRM: Xid (PCI:0000:3b:00): " + "9" * 5000,
+        "4,1,2,-;NVRM: Xid (PCI:0000:3b:00): 79" + "\0" * 100,
+        "4,1,2,-;NVRM: Xid (PCI:zzzz:3b:00): 79",
+        "\ufffd" * 5000,
         " SUBSYSTEM=pci",
         "",
     ],
@@ -43,6 +47,7 @@ def test_what_is_no_error_of_a_device(line: str) -> None:
 
 def test_addresses_are_compared_in_one_spelling() -> None:
     assert {bus_address(text) for text in ("00000000:3B:00.0", "0000:3b:00.0", "0000:3B:00")} == {"0000:3b:00"}
+    assert {bus_address(text) for text in ("", "::", "not:an:address", "0.0:3b:00", "0000:3b:00:1")} == {None}
 
 
 @pytest.mark.parametrize("code", [48, 64, 74, 79, 94, 95, 119, 120, 140, 143])

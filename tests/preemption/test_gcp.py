@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -11,7 +11,7 @@ from orchestrator.core.messages import NoticeKind
 from orchestrator.errors import SourceError
 from orchestrator.preemption import gcp
 from orchestrator.preemption.base import Reading
-from orchestrator.preemption.metadata import Metadata
+from orchestrator.preemption.metadata import Answer, Metadata
 from orchestrator.testing.metadata import SimulatedGCP
 from tests.preemption.listening import EVERY_SECONDS, Listener, listening, until
 
@@ -116,3 +116,27 @@ async def test_refused_connections(server: SimulatedGCP) -> None:
         server.interrupt()
         await until(lambda: listener.heard)
     assert listener.kinds == [NoticeKind.PREEMPT]
+
+
+class NothingWaits(Metadata):
+    """Something on the way that lets no answer wait."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.waited: list[float] = []
+
+    async def get(self, path: str, headers: Mapping[str, str] | None = None, waits_seconds: float = 0.0) -> Answer:
+        self.waited.append(waits_seconds)
+        if waits_seconds:
+            raise SourceError("no answer in time")
+        return Answer(status=200, headers={"metadata-flavor": "Google", "etag": "1"}, body=b"FALSE")
+
+
+async def test_where_no_answer_may_wait_nobody_waits_any_longer() -> None:
+    """Else each notice is heard up to a minute late, without an alarm: between two long polls the key can be read."""
+    metadata = NothingWaits()
+    poll = gcp.LongPoll(metadata, "/key", 60.0)
+    for _ in range(10):
+        with suppress(SourceError):
+            await poll.read()
+    assert metadata.waited == [0.0, 60.0, 0.0, 60.0, *[0.0] * 6]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +177,52 @@ async def test_a_file_comes_changes_and_goes(tmp_path: Path) -> None:
     assert [notice.remaining_seconds for notice in listener.heard[:2]] == [30.0, 90.0]
 
 
-async def test_a_file_that_may_not_be_read_is_an_alarm(tmp_path: Path) -> None:
-    async with listening(watched_file.sources(tmp_path, lambda: NOW, EVERY_SECONDS)) as listener:
+@pytest.mark.parametrize("kind", ["folder", "pipe", "terminal", "loop", "larger than this disk", "no folder"])
+async def test_a_file_that_cannot_be_read_is_an_alarm(tmp_path: Path, kind: str) -> None:
+    """Whatever somebody has put in its place: a look that waits for ever would be silence."""
+    path = tmp_path / "leave"
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "terminal":
+            path.symlink_to("/dev/ptmx")
+        case "loop":
+            path.symlink_to(path)
+        case "larger than this disk":
+            with path.open("wb") as file:
+                file.truncate(1 << 40)
+        case _:
+            (tmp_path / "file").touch()
+            path = tmp_path / "file" / "leave"
+    async with listening(watched_file.sources(path, lambda: NOW, EVERY_SECONDS)) as listener:
         await until(lambda: listener.reports)
-    assert "directory" in str(listener.problems[0]).lower()
+    assert str(path) in str(listener.problems[0])
     assert listener.heard == []
+
+
+async def test_a_file_system_that_hangs_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network file system whose server is gone: with one thread that waits, however often it is looked at."""
+    hangs, reads = threading.Event(), list[Path]()
+
+    def read(path: Path) -> bytes:
+        reads.append(path)
+        hangs.wait(30)
+        return b""
+
+    monkeypatch.setattr(watched_file, "_read", read)
+    monkeypatch.setattr(watched_file, "READ_SECONDS", 0.02)
+    async with listening(watched_file.sources(tmp_path / "leave", lambda: NOW, EVERY_SECONDS)) as listener:
+        await until(lambda: listener.reports)
+        assert "could not be read within 0.02 s" in str(listener.problems[0])
+        assert len(reads) == 1
+        hangs.set()
+        await until(lambda: listener.heard)
+
+
+def test_half_a_character_is_a_notice_all_the_same() -> None:
+    """JSON may say what no text can hold."""
+    found = parse_pushed(b'{"reason": "\\ud800"}', NOW, None)
+    assert found is not None
+    assert (found.kind, found.words) == (NoticeKind.PREEMPT, " ")

@@ -144,6 +144,17 @@ async def test_a_source_with_a_bug_is_a_blind_one_and_the_others_go_on() -> None
     assert (report.source, report.problem) == ("one", "key: ZeroDivisionError: a bug")
 
 
+async def test_an_alarm_is_one_line_however_much_an_answer_says() -> None:
+    """The HTTP client quotes a first line that is none, whole."""
+
+    async def look() -> Reading:
+        raise SourceError("Bad status line:\n  " + "x" * 128_000)
+
+    async with listening([Source(cloud="one", key="key", look=look, every_seconds=0.01, withdraws=True)]) as listener:
+        await until(lambda: listener.reports)
+    assert listener.reports[0].problem == "key: Bad status line:   " + "x" * 181 + "…"
+
+
 async def test_one_alarm_for_all_sources_of_a_cloud() -> None:
     fails = {"a": True, "b": True}
 

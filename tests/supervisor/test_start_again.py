@@ -238,3 +238,19 @@ def test_beside_a_living_supervisor_nothing_is_taken_and_nothing_is_changed(
 )
 def test_a_job_is_the_same_one_whichever_way_its_store_is_reached(url: str, place: str) -> None:
     assert place_of(url) == place
+
+
+def test_who_has_not_become_the_supervisor_leaves_the_last_ones_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that ends before it listens: what is left running is taken back by the next one all the same."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    first = LocalJob(config(tmp_path), LocalJobOptions(job_url="url"))
+    first.state.path.mkdir(parents=True)
+    first.state.address_path.write_text("an address")
+    first.acquire()
+    first.state.release()
+    assert first.state.address_path.read_text() == "an address"
+    start(first)
+    first.state.release()
+    assert not first.state.address_path.exists()
