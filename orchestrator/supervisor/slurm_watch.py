@@ -47,7 +47,7 @@ def departure(
     was ended (cancelled, requeued by hand, its grace over).
     """
     left = None if record.ends_at_seconds is None else max(record.ends_at_seconds - now_wall_seconds, 0.0)
-    if record.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED"):
+    if record.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"):
         reason = f"Slurm ends the job: it is {record.state}"
         return Departure(reason=reason, remaining_seconds=kill_wait_seconds, comes_again=False)
     if record.preempted:

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.slurm import _of_array
+from orchestrator.cli import slurm as slurm_verb
+from orchestrator.cli.run import Talk
+from orchestrator.cli.slurm import _of_array, _requeue
 from orchestrator.config import JobConfig
+from orchestrator.schedulers.slurm.commands import SlurmCommands
+from orchestrator.schedulers.slurm.records import parse_settings
 from orchestrator.storage.opening import job_url
+from orchestrator.supervisor.slurm_job import Allocation
 from orchestrator.supervisor.state_folder import StateFolder
 from tests.cli.conftest import Command
 
@@ -95,6 +100,9 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(command: Command, slurm
     ("flags", "said"),
     [
         (("--sbatch=--nodes=9",), "sbatch: --nodes cannot be given: the job's own settings say so"),
+        (("--sbatch=--gpus=16",), "sbatch: --gpus cannot be given: agents are started host by host; say --gres=gpu:N"),
+        (("--sbatch=-G 16",), "-G cannot be given"),
+        (("--sbatch=--gpus-per-task=1",), "--gpus-per-task cannot be given"),
         (("--sbatch=gpu",), "'gpu' is no option; write it with its value, as --partition=gpu"),
         (("--srun=",), "is no option"),
         (("--sbatch=--a\n#SBATCH --b",), "is no option"),
@@ -135,6 +143,65 @@ def test_the_status_of_what_slurm_has_not_started(command: Command, slurm: Path,
     result = command("status", "gpt")
     assert result.exit_code == 1
     assert said in result.stderr
+
+
+def test_runs_that_leave_no_trace_on_the_store_are_counted(tmp_path: Path) -> None:
+    """Agents that start nowhere claim no generation: the job would be requeued for ever."""
+    state = StateFolder("gpt", str(tmp_path / "jobs" / "gpt"))
+    state.make()
+    assert [state.count_fruitless("slurm-test-7", None) for _ in range(3)] == [1, 2, 3]
+    assert state.count_fruitless("slurm-test-7", "g00000001-s0000000010") == 0
+    assert state.count_fruitless("slurm-test-7", "g00000001-s0000000010") == 1
+    assert state.count_fruitless("slurm-test-8", None) == 1  # submitted again, when it was mended
+
+
+PLACE = Allocation(
+    job_id="7",
+    cluster="test",
+    hosts=(),
+    host_list="n1",
+    address="n1",
+    settings=parse_settings(CONFIG),
+    array_task="7_1",
+)
+
+
+def requeue(fruitless: int = 0) -> None:
+    """As after a save."""
+    _requeue(PLACE, SlurmCommands(), Talk(as_json=False), fruitless=fruitless, fruitless_max=3)
+
+
+def test_a_controller_that_is_away_when_the_job_is_to_be_requeued_is_waited_for(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ending now would be its end for good: Slurm requeues nothing that ends by itself."""
+    monkeypatch.setattr(slurm_verb, "REQUEUE_AGAIN_SECONDS", 0.01)
+    (slurm / "job").write_text("JobId=7 JobState=RUNNING Requeue=1\n")
+    (slurm / "scontrol.answer").write_text(
+        f"[ $(wc -l < {slurm}/scontrol.asked) -gt 3 ] || exit 1\n[ $2 != job ] || cat {slurm}/job\n"
+    )
+    requeue()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("not requeued yet, trying on: scontrol show job 7_1")
+    assert said[1:] == ["requeued: it goes on in another allocation"]
+    assert (slurm / "scontrol.asked").read_text().splitlines()[-1] == "requeue 7_1"
+
+
+@pytest.mark.parametrize(
+    ("state", "fruitless", "said"),
+    [
+        ("CANCELLED", 0, "not requeued: the job is CANCELLED already"),
+        ("RUNNING", 4, "not requeued: 4 runs in a row have committed nothing"),
+    ],
+)
+def test_what_is_not_requeued(
+    slurm: Path, capsys: pytest.CaptureFixture[str], state: str, fruitless: int, said: str
+) -> None:
+    (slurm / "job").write_text(f"JobId=7 JobState={state} Requeue=1\n")
+    (slurm / "scontrol.answer").write_text(f"cat {slurm}/job\n")
+    requeue(fruitless)
+    assert capsys.readouterr().err == said + "\n"
+    assert "requeue" not in (slurm / "scontrol.asked").read_text()
 
 
 def test_the_tasks_of_an_array_are_jobs_of_their_own() -> None:

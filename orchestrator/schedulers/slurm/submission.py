@@ -40,6 +40,7 @@ def render(
         f"#SBATCH --output={log}",
         *(f"#SBATCH {option}" for option in options),
         "",
+        "trap '' USR1 USR2  # until the supervisor listens",
         f"exec {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
