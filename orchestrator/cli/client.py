@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.certificates import client_context
 from orchestrator.cli.terminal import say
-from orchestrator.errors import SupervisorError
+from orchestrator.errors import ConfigError, SchedulerError, SupervisorError
 from orchestrator.supervisor.state_folder import SupervisorAddress, find_supervisor, is_running
 
 ANSWER_SECONDS_MAX = 10.0
@@ -104,8 +104,30 @@ class SupervisorClient:
 
 
 def connect(job: str) -> SupervisorClient:
-    """The supervisor of a job that runs on this machine. Raises SupervisorError with what to do."""
-    return SupervisorClient(find_supervisor(job))
+    """The supervisor of a running job. Raises SupervisorError with what to do.
+
+    Where Slurm has not started the job, or not again, that says why.
+    """
+    try:
+        return SupervisorClient(find_supervisor(job))
+    except SupervisorError as error:
+        waiting = _what_slurm_says(job)
+        if waiting is None:
+            raise
+        raise SupervisorError(waiting) from error
+
+
+def _what_slurm_says(job: str) -> str | None:
+    from orchestrator.schedulers.slurm.commands import SlurmCommands
+    from orchestrator.schedulers.slurm.submission import explain_waiting
+    from orchestrator.supervisor.state_folder import known_job
+
+    try:
+        job_id = known_job(job).slurm_job()
+        record = None if job_id is None else SlurmCommands().job(job_id)
+    except (ConfigError, SchedulerError):
+        return None
+    return None if record is None else explain_waiting(record)
 
 
 def ask_to_end(job: str, request: str, what_happens: str, *, wait_seconds: float | None) -> None:

@@ -107,9 +107,13 @@ def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_ove
         return 0
     state.make()
     job_id = commands.submit(script)
+    if not job_id:
+        raise SchedulerError("sbatch has submitted nothing")  # as with --test-only
     state.note_slurm_job(job_id)
+    own = any(_name(option) in ("--output", "-o") for option in settings.sbatch)
+    where = "where --output says" if own else f"to {str(log).replace('%j', job_id)}"
     talk.say(
-        f"submitted as Slurm's job {job_id}: its output goes to {str(log).replace('%j', job_id)}; "
+        f"submitted as Slurm's job {job_id}: its output goes {where}; "
         f"`orchestrator status {settings.job}` shows it once it runs"
     )
     return 0

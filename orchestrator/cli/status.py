@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from orchestrator.cli.client import SupervisorClient, connect
 from orchestrator.cli.terminal import duration_text, facts, output, print_json, say, table
 from orchestrator.core.wording import counted
-from orchestrator.errors import ConfigError, SchedulerError, SupervisorError
+from orchestrator.errors import SupervisorError
 
 WATCH_SECONDS = 1.0
 
@@ -24,7 +24,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until the job ends.")] = False,
 ) -> None:
     """Show what a running job is doing: phase, step, newest checkpoint, nodes and ranks."""
-    client = _connect(job)
+    client = connect(job)
     if not watch:
         now = client.status()
         if json_output:
@@ -37,30 +37,6 @@ def status(
     except KeyboardInterrupt:
         return
     say(f"the job {job!r} has ended")
-
-
-def _connect(job: str) -> SupervisorClient:
-    """Where Slurm has not started the job, or not again, it says why. Raises SupervisorError."""
-    try:
-        return connect(job)
-    except SupervisorError as error:
-        waiting = _what_slurm_says(job)
-        if waiting is None:
-            raise
-        raise SupervisorError(waiting) from error
-
-
-def _what_slurm_says(job: str) -> str | None:
-    from orchestrator.schedulers.slurm.commands import SlurmCommands
-    from orchestrator.schedulers.slurm.submission import explain_waiting
-    from orchestrator.supervisor.state_folder import known_job
-
-    try:
-        job_id = known_job(job).slurm_job()
-        record = None if job_id is None else SlurmCommands().job(job_id)
-    except (ConfigError, SchedulerError):
-        return None
-    return None if record is None else explain_waiting(record)
 
 
 def _watch_lines(client: SupervisorClient) -> None:

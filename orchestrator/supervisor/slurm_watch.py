@@ -53,7 +53,8 @@ def departure(
     if record.preempted:
         return Departure(reason="Slurm preempts the job", remaining_seconds=left, comes_again=True)
     if left is not None and left < limit_notice_seconds:
-        return Departure(reason="the job's time limit is near", remaining_seconds=left, comes_again=True)
+        reason = f"the job's time limit is near: in {left:.0f} s, and it leaves {limit_notice_seconds:.0f} s before"
+        return Departure(reason=reason, remaining_seconds=left, comes_again=True)
     return None
 
 

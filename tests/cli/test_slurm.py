@@ -115,6 +115,18 @@ def test_options_that_cannot_be(command: Command, slurm: Path, flags: tuple[str,
     assert not (slurm / "sbatch.asked").exists()
 
 
+def test_a_submission_of_which_nothing_came(command: Command, slurm: Path) -> None:
+    (slurm / "sbatch.answer").write_text("echo 'sbatch: Job 18 to start at …' >&2\n")
+    result = command(*WORDS, "--store", "jobs", "--sbatch=--test-only", "--", "true")
+    assert result.exit_code == 1
+    assert "sbatch has submitted nothing" in result.stderr
+
+
+def test_an_output_of_ones_own(command: Command) -> None:
+    result = command(*WORDS, "--store", "jobs", "--sbatch=--output=/scratch/%j.log", "--", "true")
+    assert "its output goes where --output says" in result.stderr
+
+
 def test_a_submission_that_slurm_refuses(command: Command, slurm: Path) -> None:
     (slurm / "sbatch.answer").write_text("echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n")
     result = command(*WORDS, "--store", "jobs", "--", "true")
@@ -131,7 +143,12 @@ def test_a_cluster_that_cannot_be_asked_is_no_reason_not_to_submit(command: Comm
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ("JobId=17 JobState=PENDING Reason=Resources", "Slurm's job 17 is PENDING (Resources)"),
+        (
+            "JobId=17 JobState=PENDING Reason=Resources",
+            "job 17 is PENDING (Resources); `scancel 17` takes it away",
+        ),
+        ("JobId=17 JobState=PENDING Reason=JobHeldUser", "somebody holds Slurm's job 17 (JobHeldUser)"),
+        ("JobId=17 JobState=FAILED Reason=JobLaunchFailure", "could not start it, or not write its output"),
         ("JobId=17 JobState=PENDING Reason=launch_failed_requeued_held", "`scontrol release 17` lets it try again"),
         ("JobId=17 JobState=CANCELLED Reason=None", "Slurm's job 17 has ended: CANCELLED"),
         ("", "no supervisor of a job 'gpt' runs on this machine"),
@@ -140,9 +157,10 @@ def test_a_cluster_that_cannot_be_asked_is_no_reason_not_to_submit(command: Comm
 def test_the_status_of_what_slurm_has_not_started(command: Command, slurm: Path, record: str, said: str) -> None:
     command(*WORDS, "--store", "jobs", "--", "true")
     (slurm / "job").write_text(record + "\n")
-    result = command("status", "gpt")
-    assert result.exit_code == 1
-    assert said in result.stderr
+    for verb in ("status", "drain", "cancel"):
+        result = command(verb, "gpt")
+        assert result.exit_code == 1
+        assert said in result.stderr
 
 
 def test_runs_that_leave_no_trace_on_the_store_are_counted(tmp_path: Path) -> None:
