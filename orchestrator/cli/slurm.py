@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,6 +201,8 @@ def _check_store(
     with contextlib.suppress(OrchestratorError):  # whatever is wrong, the probe says it
         store = open_store(url, PERSON_PATIENCE_SECONDS)
         claims = claims_of(store, settings.job)
+        if take_over and took_over_before({claim.owner for claim in claims.values()}, place.owner, os.environ):
+            take_over = False
         before = claims[max(claims)].owner if claims else place.owner
         unfinished = before != place.owner and read_end(store, max(claims)) is None
         if unfinished and not take_over and is_over(commands, before, place.cluster):
@@ -210,6 +212,14 @@ def _check_store(
     if told:
         talk.say(told)
     return take_over
+
+
+def took_over_before(owners: Collection[str], owner: str, environment: Mapping[str, str]) -> bool:
+    """Whether a requeued job has used its `--take-over`, which still stands in its script.
+
+    Used again, it would take the job from whoever has gone on with it, or start one that was cancelled or is done.
+    """
+    return environment.get("SLURM_RESTART_COUNT", "0") != "0" and owner in owners
 
 
 async def _run(job: SlurmJob, talk: Talk) -> Finish:

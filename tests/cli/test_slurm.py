@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.cli import slurm as slurm_verb
 from orchestrator.cli.run import Talk
-from orchestrator.cli.slurm import _of_array, _requeue
+from orchestrator.cli.slurm import _of_array, _requeue, took_over_before
 from orchestrator.config import JobConfig
 from orchestrator.schedulers.slurm.commands import SlurmCommands
 from orchestrator.schedulers.slurm.records import parse_settings
@@ -171,6 +171,20 @@ def test_runs_that_leave_no_trace_on_the_store_are_counted(tmp_path: Path) -> No
     assert state.count_fruitless("slurm-test-7", "g00000001-s0000000010") == 0
     assert state.count_fruitless("slurm-test-7", "g00000001-s0000000010") == 1
     assert state.count_fruitless("slurm-test-8", None) == 1  # submitted again, when it was mended
+
+
+@pytest.mark.parametrize(
+    ("owners", "environment", "used"),
+    [
+        ({"slurm-test-7"}, {"SLURM_RESTART_COUNT": "1"}, True),
+        ({"slurm-test-7", "slurm-test-8"}, {"SLURM_RESTART_COUNT": "2"}, True),
+        ({"slurm-test-6"}, {"SLURM_RESTART_COUNT": "1"}, False),  # it was requeued before it had claimed anything
+        ({"slurm-test-7"}, {}, False),  # given once more, in an interactive allocation
+    ],
+)
+def test_a_take_over_counts_once(owners: set[str], environment: dict[str, str], used: bool) -> None:
+    """It stands in the batch script, and every requeue says it again."""
+    assert took_over_before(owners, "slurm-test-7", environment) is used
 
 
 PLACE = Allocation(
