@@ -39,7 +39,7 @@ from orchestrator.agent.workers import Worker
 from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.save import ShardPlace
 from orchestrator.checkpoint.slots import SlotState
-from orchestrator.checkpoint.staging_folder import make_private
+from orchestrator.checkpoint.staging_folder import make_locked, make_private, remove_dead
 from orchestrator.core.messages import (
     Abandon,
     CheckpointId,
@@ -133,7 +133,7 @@ class Agent:
 
     async def run(self, handle_signals: bool = True) -> str:
         """Serve until dismissed; returns why it ended."""
-        make_private(self._settings.staging)
+        await asyncio.to_thread(self._make_staging)
         objects = NodeObjects(self._ports.store, self._staged_slot, self._nearby)
         tokens = (self._objects_token, self._settings.token)  # of this node's workers, and of peers
         self._objects_url = await self._ports.object_server.start(
@@ -165,6 +165,15 @@ class Agent:
             await self._let_go()
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+    def _make_staging(self) -> None:
+        folder, runs = self._settings.staging, self._settings.sweep_staging
+        if runs is None:
+            make_private(folder)
+            return
+        make_locked(folder)  # held until this process ends, however it ends
+        for removed in remove_dead(folder.parent.parent, runs):
+            sys.stderr.write(f"agent {self._settings.node}: removed {removed}, which a dead agent has left\n")
 
     async def _let_go(self) -> None:
         """The very last: once this is said, the machine may be gone at any moment."""

@@ -33,6 +33,8 @@ class AgentSettings(BaseModel):
     """Where other nodes reach this one; workers rendezvous there."""
     staging: Path
     """Folder in memory for this node's control blocks and slots; made with mode 0700, removed at the end."""
+    sweep_staging: str | None = None
+    """Names (as of a shell) of this job's folders beside this run's one: what dead agents left there is removed."""
     logs: Path
     """Folder for the workers' output."""
     echo_output: bool = True

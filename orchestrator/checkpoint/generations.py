@@ -326,12 +326,22 @@ def roll_back(store: ObjectStore, who: Claimant, step: int, by: str, wall_second
     return target
 
 
-def fruitless_runs(store: ObjectStore) -> int:
-    """How many runs have ended since the newest committed checkpoint was begun. Raises StoreError, FormatError."""
+def fruitless_runs(store: ObjectStore, owner: str) -> int:
+    """How many of an owner's runs have ended since the newest committed checkpoint was begun.
+
+    A run that has claimed nothing is not known to the store. Raises StoreError, FormatError.
+    """
     catalog = survey(store)
     newest = catalog.newest()
     since = 0 if newest is None else newest.id.generation
-    return sum(number > since and read_end(store, number) is not None for number in catalog.generations)
+    later = [number for number, claim in catalog.generations.items() if number > since and claim.owner == owner]
+    return sum(read_end(store, number) is not None for number in later)
+
+
+def newest_committed(store: ObjectStore) -> CheckpointId | None:
+    """The newest committed checkpoint. Raises StoreError, FormatError."""
+    newest = survey(store).newest()
+    return None if newest is None else newest.id
 
 
 def read_base(store: ObjectStore, generation: int) -> fmt.BaseRecord | None:

@@ -5,7 +5,10 @@ Used by agents, `supervisor` and `training.attached`.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -46,3 +49,36 @@ def private_folder(memory: Path, *names: str) -> Path:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}; name another staging folder") from error
     return folder
+
+
+def make_locked(folder: Path) -> int:
+    """Make a node's staging folder, and hold a lock on it for as long as this process lives; the lock."""
+    while True:
+        make_private(folder)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), folder.lstat()):
+                return lock
+        os.close(lock)  # somebody took it for a dead one's in the meantime, and has removed it
+
+
+def remove_dead(root: Path, runs: str) -> list[Path]:
+    """Remove the nodes' folders in the runs' folders of this pattern on which nobody holds a lock; which those were."""
+    removed = []
+    for folder in sorted(root.glob(f"{runs}/*")):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # gone already, or no folder
+            continue
+        with contextlib.suppress(OSError):  # its agent lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        os.close(lock)
+        with contextlib.suppress(OSError):  # another node's is left
+            folder.parent.rmdir()
+    return removed

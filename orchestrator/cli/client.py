@@ -104,8 +104,19 @@ class SupervisorClient:
 
 
 def connect(job: str) -> SupervisorClient:
-    """The supervisor of a job that runs on this machine. Raises SupervisorError with what to do."""
-    return SupervisorClient(find_supervisor(job))
+    """The supervisor of a running job. Raises SupervisorError with what to do.
+
+    Of a job that does not run: why, or how it ended, as far as Slurm or the store can say it.
+    """
+    try:
+        return SupervisorClient(find_supervisor(job))
+    except SupervisorError as error:
+        from orchestrator.cli.absent import why_not_running
+
+        said = why_not_running(job)
+        if said is None:
+            raise
+        raise SupervisorError(said) from error
 
 
 def ask_to_end(job: str, request: str, what_happens: str, *, wait_seconds: float | None) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,20 @@ if TYPE_CHECKING:
     from orchestrator.core.messages import Finish
     from orchestrator.schedulers.slurm.commands import SlurmCommands
     from orchestrator.supervisor.slurm_job import Allocation, SlurmJob
+    from orchestrator.supervisor.state_folder import StateFolder
 
 ONLY_OUTSIDE = ("command", "store", "scheduler", "sbatch")
 """Settings that are said otherwise, or mean nothing, inside."""
+
+
+WAKE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""As `--signal=B:USR1@…` sends them: Slurm knows why."""
+REQUEUE_SECONDS_MAX = 600.0
+"""For how long a controller that is away is asked again."""
+REQUEUE_AGAIN_SECONDS = 5.0
+TOTALS = {"--gpus": "SLURM_GPUS", "--gpus-per-task": "SLURM_GPUS_PER_TASK"}
+"""Of sbatch, and how the batch step is told: Slurm measures each step by them, and refuses one on a single host."""
+PER_NODE_ADVICE = "agents are started host by host; say --gres=gpu:N or --gpus-per-node=N"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +70,25 @@ def _of_array(settings: JobConfig, environment: Mapping[str, str]) -> JobConfig:
 # ------------------------------------------------------------------------------------------------- submitting
 
 
+def _is_total(option: str) -> bool:
+    return _name(option) in (*TOTALS, "-G")
+
+
+def _name(option: str) -> str:
+    return "-G" if option.startswith("-G") else re.split("[= ]", option, maxsplit=1)[0]
+
+
 def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_over: bool, talk: Talk) -> int:
     from orchestrator.schedulers.slurm.submission import FIXED_OPTIONS, render
     from orchestrator.storage.opening import job_url
     from orchestrator.supervisor.state_folder import StateFolder
 
-    fixed = sorted({option.split("=")[0] for option in settings.sbatch} & set(FIXED_OPTIONS))
+    fixed = sorted({_name(option) for option in settings.sbatch} & set(FIXED_OPTIONS))
     if fixed:
         raise ConfigError(f"sbatch: {', '.join(fixed)} cannot be given: the job's own settings say so")
+    totals = sorted({_name(option) for option in settings.sbatch if _is_total(option)})
+    if totals:
+        raise ConfigError(f"sbatch: {', '.join(totals)} cannot be given: {PER_NODE_ADVICE}")
     state = StateFolder(settings.job, job_url(settings.store, settings.job))
     log = state.path / "slurm-%j.log"
     script = render(
@@ -84,9 +107,13 @@ def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_ove
         return 0
     state.make()
     job_id = commands.submit(script)
+    if not job_id:
+        raise SchedulerError("sbatch has submitted nothing")  # as with --test-only
     state.note_slurm_job(job_id)
+    own = any(_name(option) in ("--output", "-o") for option in settings.sbatch)
+    where = "where --output says" if own else f"to {str(log).replace('%j', job_id)}"
     talk.say(
-        f"submitted as Slurm's job {job_id}: its output goes to {str(log).replace('%j', job_id)}; "
+        f"submitted as Slurm's job {job_id}: its output goes {where}; "
         f"`orchestrator status {settings.job}` shows it once it runs"
     )
     return 0
@@ -136,6 +163,10 @@ def _supervise(settings: JobConfig, commands: SlurmCommands, take_over: bool, ta
     from orchestrator.storage.opening import job_url
     from orchestrator.supervisor.slurm_job import SlurmJob, read_allocation
 
+    _ignore_wake_signals()
+    given = [option for option, variable in TOTALS.items() if variable in os.environ]
+    if given:
+        raise ConfigError(f"this job was submitted with {', '.join(given)}, which cannot be: {PER_NODE_ADVICE}")
     place, url = read_allocation(commands), job_url(settings.store, settings.job)
     take_over = _check_store(settings, place, commands, url, take_over, talk)
     job = SlurmJob(
@@ -153,7 +184,8 @@ def _supervise(settings: JobConfig, commands: SlurmCommands, take_over: bool, ta
         return int(ExitCode.FAILED)
     talk.last(finish.exit_code, last_words(job, job.logs, finish))
     if finish.exit_code == ExitCode.RESUMABLE and job.departure is not None and job.departure.comes_again:
-        _requeue(settings, place, commands, url, talk)
+        fruitless = _fruitless(job.state, place, url)
+        _requeue(place, commands, talk, fruitless=fruitless, fruitless_max=settings.max_failures)
     return finish.exit_code
 
 
@@ -169,6 +201,8 @@ def _check_store(
     with contextlib.suppress(OrchestratorError):  # whatever is wrong, the probe says it
         store = open_store(url, PERSON_PATIENCE_SECONDS)
         claims = claims_of(store, settings.job)
+        if take_over and took_over_before({claim.owner for claim in claims.values()}, place.owner, os.environ):
+            take_over = False
         before = claims[max(claims)].owner if claims else place.owner
         unfinished = before != place.owner and read_end(store, max(claims)) is None
         if unfinished and not take_over and is_over(commands, before, place.cluster):
@@ -180,6 +214,14 @@ def _check_store(
     return take_over
 
 
+def took_over_before(owners: Collection[str], owner: str, environment: Mapping[str, str]) -> bool:
+    """Whether a requeued job has used its `--take-over`, which still stands in its script.
+
+    Used again, it would take the job from whoever has gone on with it, or start one that was cancelled or is done.
+    """
+    return environment.get("SLURM_RESTART_COUNT", "0") != "0" and owner in owners
+
+
 async def _run(job: SlurmJob, talk: Talk) -> Finish:
     from orchestrator.cli.run import Signals
 
@@ -188,22 +230,54 @@ async def _run(job: SlurmJob, talk: Talk) -> Finish:
     signals, loop = Signals(job, running, talk), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, signals.on_signal, number)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # as `--signal=B:USR1@…` sends them: Slurm knows why
+    for number in WAKE_SIGNALS:
         loop.add_signal_handler(number, job.wake)
-    return await job.run()
+    try:
+        return await job.run()
+    finally:
+        for number in WAKE_SIGNALS:
+            loop.remove_signal_handler(number)
+        _ignore_wake_signals()
 
 
-def _requeue(settings: JobConfig, place: Allocation, commands: SlurmCommands, url: str, talk: Talk) -> None:
-    """The very last: Slurm ends this process for it."""
-    from orchestrator.checkpoint.generations import fruitless_runs
+def _ignore_wake_signals() -> None:
+    """Before and after the run they would end this process: a job that has saved would not be requeued."""
+    for number in WAKE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _requeue(place: Allocation, commands: SlurmCommands, talk: Talk, *, fruitless: int, fruitless_max: int) -> None:
+    """The very last: Slurm ends this process for it. A controller that is away is waited for."""
     from orchestrator.schedulers.slurm.submission import judge_requeue
+
+    until, said = time.monotonic() + REQUEUE_SECONDS_MAX, False
+    while True:
+        try:
+            record = commands.job(place.reference)
+            decided = judge_requeue(record, fruitless=fruitless, fruitless_max=fruitless_max)
+            if decided.wanted:
+                commands.requeue(place.reference)
+            talk.say(f"{'requeued' if decided.wanted else 'not requeued'}: {decided.reason}")
+            return
+        except SchedulerError as error:
+            if time.monotonic() >= until:
+                talk.say(f"not requeued: {error}")
+                return
+            if not said:
+                talk.say(f"not requeued yet, trying on: {error}")
+            said = True
+        time.sleep(REQUEUE_AGAIN_SECONDS)
+
+
+def _fruitless(state: StateFolder, place: Allocation, url: str) -> int:
+    """Runs in a row that have committed nothing. Where nobody can say, this one has."""
+    from orchestrator.checkpoint.generations import fruitless_runs, newest_committed
     from orchestrator.storage.opening import PERSON_PATIENCE_SECONDS, open_store
 
-    try:
-        fruitless = fruitless_runs(open_store(url, PERSON_PATIENCE_SECONDS))
-        decided = judge_requeue(commands.job(place.job_id), fruitless=fruitless, fruitless_max=settings.max_failures)
-        talk.say(f"{'requeued' if decided.wanted else 'not requeued'}: {decided.reason}")
-        if decided.wanted:
-            commands.requeue(place.job_id)
-    except OrchestratorError as error:
-        talk.say(f"not requeued: {error}")
+    counts = [0]
+    with contextlib.suppress(OrchestratorError):  # a store that is away now is no reason not to come again
+        store = open_store(url, PERSON_PATIENCE_SECONDS)
+        newest = newest_committed(store)
+        counts.append(fruitless_runs(store, place.owner))
+        counts.append(state.count_fruitless(place.owner, None if newest is None else str(newest)))
+    return max(counts)

@@ -13,10 +13,7 @@ from rich.console import Group, RenderableType
 from orchestrator.cli.client import SupervisorClient, connect
 from orchestrator.cli.terminal import duration_text, facts, output, print_json, say, table
 from orchestrator.core.wording import counted
-from orchestrator.errors import ConfigError, OrchestratorError, SchedulerError, SupervisorError
-from orchestrator.schedulers.slurm.commands import SlurmCommands
-from orchestrator.schedulers.slurm.records import ENDED_STATES, JobRecord
-from orchestrator.schedulers.slurm.submission import explain_waiting
+from orchestrator.errors import SupervisorError
 
 WATCH_SECONDS = 1.0
 
@@ -30,7 +27,7 @@ def status(
     if job is None:
         _list_jobs(json_output=json_output)
         return
-    client = _connect(job)
+    client = connect(job)
     if not watch:
         now = client.status()
         if json_output:
@@ -57,56 +54,6 @@ def _list_jobs(*, json_output: bool) -> None:
         output().print(table(("job", "", "its folder"), shown))
     if not rows:
         say("no job has run on this machine yet: `orchestrator run` starts one")
-
-
-def _connect(job: str) -> SupervisorClient:
-    """Of a job that does not run: why, as far as Slurm or the store can say it. Raises SupervisorError."""
-    try:
-        return connect(job)
-    except SupervisorError as error:
-        said = _why_not_running(job)
-        if said is None:
-            raise
-        raise SupervisorError(said) from error
-
-
-def _why_not_running(job: str) -> str | None:
-    from orchestrator.supervisor.state_folder import known_job
-
-    try:
-        state = known_job(job)
-    except ConfigError:
-        return None
-    record = _slurms_record(state.slurm_job())
-    if record is not None and record.state not in ENDED_STATES:
-        return explain_waiting(record)
-    try:
-        return _how_it_ended(job, state.job_url)
-    except OrchestratorError:
-        return None if record is None else explain_waiting(record)
-
-
-def _slurms_record(job_id: str | None) -> JobRecord | None:
-    try:
-        return None if job_id is None else SlurmCommands().job(job_id)
-    except SchedulerError:
-        return None
-
-
-def _how_it_ended(job: str, url: str) -> str | None:
-    """By its newest end record. None if there is none. Raises StoreError, FormatError, NotFoundError."""
-    from orchestrator.checkpoint.catalog import survey
-    from orchestrator.checkpoint.generations import read_end
-    from orchestrator.cli.checkpoints import open_job
-
-    store = open_job(url, None)
-    catalog = survey(store)
-    end = read_end(store, max(catalog.generations, default=0))
-    newest = catalog.newest()
-    where = f"its newest checkpoint is {newest.id}" if newest else "it has no checkpoint"
-    if end is None:
-        return f"the job {job!r} does not run, and nobody wrote down how it ended; {where}: `orchestrator run` goes on"
-    return f"the job {job!r} does not run: {end.outcome}, {end.reason}; {where}"
 
 
 def _watch_lines(client: SupervisorClient) -> None:

@@ -23,7 +23,7 @@ from orchestrator.config import JobConfig
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Finish
 from orchestrator.core.states import JobSpec
-from orchestrator.errors import SchedulerError
+from orchestrator.errors import ConfigError, SchedulerError
 from orchestrator.schedulers.slurm.allocation import AGENT_COMMAND, Host, SlurmAllocation
 from orchestrator.schedulers.slurm.commands import SlurmCommands
 from orchestrator.schedulers.slurm.records import ENDED_STATES, ClusterSettings, parse_cpus
@@ -49,6 +49,13 @@ class Allocation:
     address: str
     """By which the other hosts reach this one."""
     settings: ClusterSettings
+    array_task: str = ""
+    """`7_1`, if this is a task of a job array: Slurm takes the id of one of them for all of them."""
+
+    @property
+    def reference(self) -> str:
+        """What Slurm's commands are to call this very job."""
+        return self.array_task or self.job_id
 
     @property
     def owner(self) -> str:
@@ -79,6 +86,7 @@ def read_allocation(commands: SlurmCommands, environment: Mapping[str, str] = os
     )
     here = environment.get("SLURMD_NODENAME") or socket.gethostname()
     settings = commands.settings()
+    array = environment.get("SLURM_ARRAY_JOB_ID")
     return Allocation(
         job_id=job_id,
         cluster=environment.get("SLURM_CLUSTER_NAME") or settings.cluster,
@@ -86,6 +94,7 @@ def read_allocation(commands: SlurmCommands, environment: Mapping[str, str] = os
         host_list=listed,
         address=next((host.address for host in hosts if host.name == here), here),
         settings=settings,
+        array_task=f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else "",
     )
 
 
@@ -131,6 +140,8 @@ class SlurmJob:
         self._claimant = secrets.token_hex(8)
         self._short_since: float | None = None
         self._watch: SlurmWatch | None = None
+        self._allocation: SlurmAllocation | None = None
+        self._republish: Callable[[], None] = lambda: None
         self.state = StateFolder(config.job, job_url)
         self.supervisor: Supervisor | None = None
 
@@ -152,8 +163,9 @@ class SlurmJob:
     async def run(self) -> Finish:
         """Run to the end; every agent has ended when this returns."""
         identity, token = new_identity(), secrets.token_urlsafe(32)
-        allocation = SlurmAllocation(
+        allocation = self._allocation = SlurmAllocation(
             job_id=self._place.job_id,
+            reference=self._place.reference,
             hosts=self._place.hosts,
             settings_of=self._settings_of(identity),
             commands=self._commands,
@@ -161,6 +173,7 @@ class SlurmJob:
             agent_command=self._agent_command,
         )
         self.state.make()
+        self.state.note_slurm_job(self._place.reference)
         supervisor = self.supervisor = Supervisor(
             spec_in(self._config.spec(), len(self._place.hosts)),
             allocation,
@@ -169,9 +182,12 @@ class SlurmJob:
             token,
             open_server=lambda one, key: SupervisorServer(one, key, address=self._place.address, identity=identity),
         )
-        supervisor.on_listening = lambda url: self.state.publish(
-            url, token, host=socket.gethostname(), certificate=identity.certificate
-        )
+
+        def publish(url: str) -> None:
+            self.state.publish(url, token, host=socket.gethostname(), certificate=identity.certificate)
+            self._republish = lambda: None if self.state.published_token() == token else publish(url)
+
+        supervisor.on_listening = publish
         watch = self._watch = self._make_watch(supervisor, allocation)
         allocation.on_short = lambda reason: self._on_short(watch, supervisor, reason)
         watching = asyncio.create_task(watch.run())
@@ -181,11 +197,12 @@ class SlurmJob:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
-            self.state.forget_supervisor()
+            if self.state.published_token() == token:  # not that of a copy of this job, whichever of them goes on
+                self.state.forget_supervisor()
 
     def _make_watch(self, supervisor: Supervisor, allocation: SlurmAllocation) -> SlurmWatch:
         return SlurmWatch(
-            job_id=self._place.job_id,
+            job_id=self._place.reference,
             hosts=self._place.host_list,
             commands=self._commands,
             clock=self._clock,
@@ -214,6 +231,7 @@ class SlurmJob:
                 identity=identity,
                 address=address,
                 staging=run / node,
+                sweep_staging=f"{self.state.path.name}-*",
                 logs=self.logs,
                 grace_seconds=None,  # how much a signal leaves the controller says
                 device_check_seconds=config.device_check_seconds,
@@ -224,8 +242,14 @@ class SlurmJob:
         return settings_of
 
     def _on_event(self, record: EventRecord) -> None:
-        if record.kind == "notice received" and self.departure is None:
-            self.wake()
+        match record.kind:
+            case "notice received" if self.departure is None:
+                self.wake()
+            case "node joined" if self._allocation is not None and record.node is not None:
+                self._allocation.joined(record.node)
+            case "generation opened":  # a copy that came later has lost the claim, its address may stand there
+                with contextlib.suppress(ConfigError):
+                    self._republish()
 
     def _on_short(self, watch: SlurmWatch, supervisor: Supervisor, reason: str) -> None:
         """Too few nodes to train at all, for as long as a first start would wait: another allocation has them."""

@@ -47,13 +47,14 @@ def departure(
     was ended (cancelled, requeued by hand, its grace over).
     """
     left = None if record.ends_at_seconds is None else max(record.ends_at_seconds - now_wall_seconds, 0.0)
-    if record.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED"):
+    if record.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"):
         reason = f"Slurm ends the job: it is {record.state}"
         return Departure(reason=reason, remaining_seconds=kill_wait_seconds, comes_again=False)
     if record.preempted:
         return Departure(reason="Slurm preempts the job", remaining_seconds=left, comes_again=True)
     if left is not None and left < limit_notice_seconds:
-        return Departure(reason="the job's time limit is near", remaining_seconds=left, comes_again=True)
+        reason = f"the job's time limit is near: in {left:.0f} s, and it leaves {limit_notice_seconds:.0f} s before"
+        return Departure(reason=reason, remaining_seconds=left, comes_again=True)
     return None
 
 

@@ -124,6 +124,22 @@ class StateFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def count_fruitless(self, owner: str, newest: str | None) -> int:
+        """How many runs of this owner, with the one that ends now, have left the newest checkpoint what it was.
+
+        Written down here: runs in which no agent started leave no trace on the store.
+        """
+        path = self.path / "fruitless.json"
+        try:
+            body = json.loads(path.read_text())
+            same = (body["owner"], body["newest"]) == (owner, newest)
+            runs = int(body["runs"]) + 1 if same else 0
+        except (OSError, ValueError, KeyError, TypeError):
+            runs = 0
+        runs = runs or int(newest is None)
+        _write_private(path, json.dumps({"owner": owner, "newest": newest, "runs": runs}))
+        return runs
+
     def owner(self) -> str:
         """The owner id, made at the first call: the same for every start of this job from this host and user.
 

@@ -18,6 +18,8 @@ from orchestrator.checkpoint.generations import (
     Claimant,
     JobOverError,
     Opened,
+    fruitless_runs,
+    newest_committed,
     open_generation,
     read_end,
     record_end,
@@ -69,6 +71,15 @@ def test_each_generation_takes_the_next_number(store: ObjectStore) -> None:
     assert [start(store, own=own).generation for own in (None, 1, 2)] == [1, 2, 3]
     assert start(store, RESTARTED).generation == 4  # the same owner, another process
     assert start(store, RESTARTED, own=4).generation == 5
+
+
+def test_runs_of_an_owner_that_ended_and_committed_nothing(store: ObjectStore) -> None:
+    for number, who in enumerate((FOREIGN, ME, RESTARTED), 1):
+        start(store, who)
+        record_end(store, who, Outcome.DRAINED, f"run {number}", 1.0)
+    start(store, changed(ME, claimant="process-4"))  # which runs still
+    assert newest_committed(store) is None
+    assert [fruitless_runs(store, owner) for owner in ("owner", "stranger", "nobody")] == [2, 1, 0]
 
 
 def test_a_loser_is_fenced(store: ObjectStore) -> None:

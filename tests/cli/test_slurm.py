@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.slurm import _of_array
+from orchestrator.cli import slurm as slurm_verb
+from orchestrator.cli.run import Talk
+from orchestrator.cli.slurm import _of_array, _requeue, took_over_before
 from orchestrator.config import JobConfig
+from orchestrator.schedulers.slurm.commands import SlurmCommands
+from orchestrator.schedulers.slurm.records import parse_settings
 from orchestrator.storage.opening import job_url
+from orchestrator.supervisor.slurm_job import Allocation
 from orchestrator.supervisor.state_folder import StateFolder
 from tests.cli.conftest import Command
 
@@ -95,6 +100,9 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(command: Command, slurm
     ("flags", "said"),
     [
         (("--sbatch=--nodes=9",), "sbatch: --nodes cannot be given: the job's own settings say so"),
+        (("--sbatch=--gpus=16",), "sbatch: --gpus cannot be given: agents are started host by host; say --gres=gpu:N"),
+        (("--sbatch=-G 16",), "-G cannot be given"),
+        (("--sbatch=--gpus-per-task=1",), "--gpus-per-task cannot be given"),
         (("--sbatch=gpu",), "'gpu' is no option; write it with its value, as --partition=gpu"),
         (("--srun=",), "is no option"),
         (("--sbatch=--a\n#SBATCH --b",), "is no option"),
@@ -105,6 +113,18 @@ def test_options_that_cannot_be(command: Command, slurm: Path, flags: tuple[str,
     assert result.exit_code == 2
     assert said in result.stderr
     assert not (slurm / "sbatch.asked").exists()
+
+
+def test_a_submission_of_which_nothing_came(command: Command, slurm: Path) -> None:
+    (slurm / "sbatch.answer").write_text("echo 'sbatch: Job 18 to start at …' >&2\n")
+    result = command(*WORDS, "--store", "jobs", "--sbatch=--test-only", "--", "true")
+    assert result.exit_code == 1
+    assert "sbatch has submitted nothing" in result.stderr
+
+
+def test_an_output_of_ones_own(command: Command) -> None:
+    result = command(*WORDS, "--store", "jobs", "--sbatch=--output=/scratch/%j.log", "--", "true")
+    assert "its output goes where --output says" in result.stderr
 
 
 def test_a_submission_that_slurm_refuses(command: Command, slurm: Path) -> None:
@@ -123,7 +143,12 @@ def test_a_cluster_that_cannot_be_asked_is_no_reason_not_to_submit(command: Comm
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ("JobId=17 JobState=PENDING Reason=Resources", "Slurm's job 17 is PENDING (Resources)"),
+        (
+            "JobId=17 JobState=PENDING Reason=Resources",
+            "job 17 is PENDING (Resources); `scancel 17` takes it away",
+        ),
+        ("JobId=17 JobState=PENDING Reason=JobHeldUser", "somebody holds Slurm's job 17 (JobHeldUser)"),
+        ("JobId=17 JobState=FAILED Reason=JobLaunchFailure", "could not start it, or not write its output"),
         ("JobId=17 JobState=PENDING Reason=launch_failed_requeued_held", "`scontrol release 17` lets it try again"),
         ("JobId=17 JobState=CANCELLED Reason=None", "Slurm's job 17 has ended: CANCELLED"),
         ("", "no supervisor of a job 'gpt' runs on this machine"),
@@ -132,9 +157,83 @@ def test_a_cluster_that_cannot_be_asked_is_no_reason_not_to_submit(command: Comm
 def test_the_status_of_what_slurm_has_not_started(command: Command, slurm: Path, record: str, said: str) -> None:
     command(*WORDS, "--store", "jobs", "--", "true")
     (slurm / "job").write_text(record + "\n")
-    result = command("status", "gpt")
-    assert result.exit_code == 1
-    assert said in result.stderr
+    for verb in ("status", "drain", "cancel"):
+        result = command(verb, "gpt")
+        assert result.exit_code == 1
+        assert said in result.stderr
+
+
+def test_runs_that_leave_no_trace_on_the_store_are_counted(tmp_path: Path) -> None:
+    """Agents that start nowhere claim no generation: the job would be requeued for ever."""
+    state = StateFolder("gpt", str(tmp_path / "jobs" / "gpt"))
+    state.make()
+    assert [state.count_fruitless("slurm-test-7", None) for _ in range(3)] == [1, 2, 3]
+    assert state.count_fruitless("slurm-test-7", "g00000001-s0000000010") == 0
+    assert state.count_fruitless("slurm-test-7", "g00000001-s0000000010") == 1
+    assert state.count_fruitless("slurm-test-8", None) == 1  # submitted again, when it was mended
+
+
+@pytest.mark.parametrize(
+    ("owners", "environment", "used"),
+    [
+        ({"slurm-test-7"}, {"SLURM_RESTART_COUNT": "1"}, True),
+        ({"slurm-test-7", "slurm-test-8"}, {"SLURM_RESTART_COUNT": "2"}, True),
+        ({"slurm-test-6"}, {"SLURM_RESTART_COUNT": "1"}, False),  # it was requeued before it had claimed anything
+        ({"slurm-test-7"}, {}, False),  # given once more, in an interactive allocation
+    ],
+)
+def test_a_take_over_counts_once(owners: set[str], environment: dict[str, str], used: bool) -> None:
+    """It stands in the batch script, and every requeue says it again."""
+    assert took_over_before(owners, "slurm-test-7", environment) is used
+
+
+PLACE = Allocation(
+    job_id="7",
+    cluster="test",
+    hosts=(),
+    host_list="n1",
+    address="n1",
+    settings=parse_settings(CONFIG),
+    array_task="7_1",
+)
+
+
+def requeue(fruitless: int = 0) -> None:
+    """As after a save."""
+    _requeue(PLACE, SlurmCommands(), Talk(as_json=False), fruitless=fruitless, fruitless_max=3)
+
+
+def test_a_controller_that_is_away_when_the_job_is_to_be_requeued_is_waited_for(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ending now would be its end for good: Slurm requeues nothing that ends by itself."""
+    monkeypatch.setattr(slurm_verb, "REQUEUE_AGAIN_SECONDS", 0.01)
+    (slurm / "job").write_text("JobId=7 JobState=RUNNING Requeue=1\n")
+    (slurm / "scontrol.answer").write_text(
+        f"[ $(wc -l < {slurm}/scontrol.asked) -gt 3 ] || exit 1\n[ $2 != job ] || cat {slurm}/job\n"
+    )
+    requeue()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("not requeued yet, trying on: scontrol show job 7_1")
+    assert said[1:] == ["requeued: it goes on in another allocation"]
+    assert (slurm / "scontrol.asked").read_text().splitlines()[-1] == "requeue 7_1"
+
+
+@pytest.mark.parametrize(
+    ("state", "fruitless", "said"),
+    [
+        ("CANCELLED", 0, "not requeued: the job is CANCELLED already"),
+        ("RUNNING", 4, "not requeued: 4 runs in a row have committed nothing"),
+    ],
+)
+def test_what_is_not_requeued(
+    slurm: Path, capsys: pytest.CaptureFixture[str], state: str, fruitless: int, said: str
+) -> None:
+    (slurm / "job").write_text(f"JobId=7 JobState={state} Requeue=1\n")
+    (slurm / "scontrol.answer").write_text(f"cat {slurm}/job\n")
+    requeue(fruitless)
+    assert capsys.readouterr().err == said + "\n"
+    assert "requeue" not in (slurm / "scontrol.asked").read_text()
 
 
 def test_the_tasks_of_an_array_are_jobs_of_their_own() -> None:

@@ -223,6 +223,19 @@ def test_a_host_that_is_drained_is_left_and_the_job_goes_on_in_place(submitted: 
     check_store(submitted.store)
 
 
+def test_the_end_of_an_arrays_task_leaves_the_other_one_alone(submitted: Submitted) -> None:
+    """One of them has the array's own id, by which Slurm's commands mean them all."""
+    submitted.environment["STEPS"] = "5000"
+    submitted.submit("--sbatch=--array=0-1", nodes="1")
+    submitted.until_running(2)
+    assert submitted.verb("drain", f"{JOB}-0", "--wait").returncode == 0
+    shown = ("squeue", "--noheader", "--array", "--format=%K %T")
+    submitted.until(lambda: submitted.cluster.run(*shown).split() == ["1", "RUNNING"], "one task is left")
+    assert submitted.verb("drain", f"{JOB}-1", "--wait").returncode == 0
+    ends = [event["reason"] for event in submitted.events("ended")]
+    assert ends == ["drained by root", "drained by root"]
+
+
 def batch_host(submitted: Submitted) -> str:
     """Where its supervisor runs."""
     shown = submitted.cluster.run("scontrol", "show", "job", submitted.job_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import time
@@ -14,6 +15,7 @@ from orchestrator.clock import SystemClock
 from orchestrator.core.messages import Event, NoticeKind, NoticeReceived, Requested
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import SchedulerError
+from orchestrator.schedulers.slurm import allocation as allocation_module
 from orchestrator.schedulers.slurm import commands as commands_module
 from orchestrator.schedulers.slurm.allocation import Host, SlurmAllocation, host_of, step_environment
 from orchestrator.schedulers.slurm.commands import SlurmCommands
@@ -29,7 +31,7 @@ from orchestrator.schedulers.slurm.records import (
     parse_settings,
 )
 from orchestrator.schedulers.slurm.submission import explain_waiting, inspect, judge_requeue, render
-from orchestrator.supervisor.slurm_job import in_allocation, is_over, owner_of, spec_in
+from orchestrator.supervisor.slurm_job import in_allocation, is_over, owner_of, read_allocation, spec_in
 from orchestrator.supervisor.slurm_watch import Departure, SlurmWatch, departure, host_notice
 
 JOB = """JobId=7 JobName=gpt
@@ -64,7 +66,7 @@ def zone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job(zone: None) -> None:
-    record = parse_job(JOB)
+    record = parse_job(JOB, "7")
     assert record == JobRecord(
         job_id="7",
         state="RUNNING",
@@ -76,16 +78,31 @@ def test_a_job(zone: None) -> None:
         ends_at_seconds=1796079307.0,
         preempted=False,
     )
-    preempted = parse_job(JOB.replace("PreemptTime=None", "PreemptTime=2026-11-30T21:00:00"))
+    preempted = parse_job(JOB.replace("PreemptTime=None", "PreemptTime=2026-11-30T21:00:00"), "7")
+    assert preempted is not None
     assert preempted.preempted
-    unlimited = parse_job(JOB.replace("EndTime=2026-11-30T22:55:07", "EndTime=Unknown"))
+    unlimited = parse_job(JOB.replace("EndTime=2026-11-30T22:55:07", "EndTime=Unknown"), "7")
+    assert unlimited is not None
     assert unlimited.ends_at_seconds is None
+
+
+def test_one_task_of_an_array_has_the_id_of_them_all(zone: None) -> None:
+    """Asked for 7, Slurm shows every task: the end of another one would be taken for this one's."""
+    ended = JOB.replace("JobId=7", "JobId=8").replace("RUNNING", "COMPLETED")
+    for shown in (f"{JOB}\n{ended}", f"{ended}\n{JOB}"):
+        record = parse_job(shown, "7")
+        assert record is not None
+        assert (record.job_id, record.state) == ("7", "RUNNING")
+    assert parse_job(ended, "7") is None
+    task = parse_job(ended, "7_0")
+    assert task is not None
+    assert task.state == "COMPLETED"
 
 
 @pytest.mark.parametrize("text", ["", "slurm_load_jobs error: Invalid job id specified", "JobName=x"])
 def test_what_is_no_job(text: str) -> None:
     with pytest.raises(SchedulerError, match="no job"):
-        parse_job(text)
+        parse_job(text, "7")
 
 
 def test_hosts() -> None:
@@ -186,6 +203,7 @@ def test_the_batch_script() -> None:
         "#SBATCH --gres=gpu:8\n"
         "#SBATCH --time=24:00:00\n"
         "\n"
+        "trap '' USR1 USR2  # until the supervisor listens\n"
         "exec /usr/bin/python3 -m orchestrator run -- python train.py '--name=a b'\n"
     )
 
@@ -390,6 +408,66 @@ def test_the_command_of_a_step() -> None:
     assert (host_of("n1~2"), host_of("gpu-3.example.org")) == ("n1", "gpu-3.example.org")
 
 
+class Sleeping(SlurmAllocation):
+    """Whose steps are `sleep` on this host."""
+
+    def step_command(self, host: Host, node: str) -> tuple[str, ...]:
+        return ("sleep", "0.01" if host.name == "n1" else "30")
+
+
+async def test_a_host_whose_agents_never_join_is_not_tried_for_ever(
+    fake: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long each of them takes to fail: a container that cannot be fetched, a module that is not found."""
+    for name, seconds in (("ASK_AGAIN_SECONDS", 0.01), ("START_SECONDS_MAX", 0.05), ("KILL_SECONDS", 0.05)):
+        monkeypatch.setattr(allocation_module, name, seconds)
+    answer(tmp_path, "exit 1\n")
+    hosts = [Host(name="n1", address="n1"), Host(name="n2", address="n2")]
+    tried = Sleeping(job_id="7", hosts=hosts, settings_of=lambda *_: "", commands=fake)
+    lost: list[str] = []
+    short = asyncio.Event()
+
+    def on_lost(node: str, reason: str) -> None:
+        lost.append(node)
+        tried.request(1)
+
+    def on_short(reason: str) -> None:
+        if "3 times in a row, soon or before they joined, on n1, n2" in reason:
+            short.set()
+
+    tried.on_short = on_short
+    await tried.start("https://n1:1", "token", on_lost)
+    tried.request(2)
+    async with asyncio.timeout(20):
+        await short.wait()
+    await tried.stop()
+    assert sorted(lost) == ["n1", "n1~2", "n1~3", "n2", "n2~2", "n2~3"]
+
+
+async def test_a_host_whose_agents_were_steady_is_used_again(
+    fake: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("ASK_AGAIN_SECONDS", 0.01), ("STEADY_SECONDS", 0.0)):
+        monkeypatch.setattr(allocation_module, name, seconds)
+    answer(tmp_path, "exit 1\n")
+    tried = Sleeping(job_id="7", hosts=[Host(name="n1", address="")], settings_of=lambda *_: "", commands=fake)
+    lost: list[str] = []
+
+    def on_lost(node: str, reason: str) -> None:
+        lost.append(node)
+        tried.request(1)
+
+    await tried.start("https://n1:1", "token", on_lost)
+    tried.request(1)
+    async with asyncio.timeout(20):
+        while len(lost) < 5:
+            for one in tried.nodes():
+                tried.joined(one.node)
+            await asyncio.sleep(0)
+    await tried.stop()
+    assert lost[:5] == ["n1", "n1~2", "n1~3", "n1~4", "n1~5"]
+
+
 def test_what_the_submission_said_of_tasks_is_not_handed_on() -> None:
     given = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": "7", "HOME": "/root"}
     assert step_environment(given) == {"SLURM_JOB_ID": "7", "HOME": "/root"}
@@ -399,6 +477,18 @@ def test_what_the_submission_said_of_tasks_is_not_handed_on() -> None:
 def test_nobody_waits_for_more_nodes_than_there_are_hosts(hosts: int, nodes_max: int) -> None:
     spec = JobSpec(name="gpt", nodes_min=2, nodes_max=4, workers_per_node=8, save_every_steps=100)
     assert spec_in(spec, hosts) == replace(spec, nodes_max=nodes_max)
+
+
+def test_what_slurm_is_to_call_a_task_of_an_array(
+    fake: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(tmp_path, 'case "$2" in hostnames) echo n1;; node) echo "NodeName=n1 State=MIXED";; config) cat <<E\n')
+    with (tmp_path / "answer").open("a") as file:
+        file.write("SLURM_VERSION = 22.05.8\nClusterName = test\nE\n;; esac\n")
+    alone = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    assert read_allocation(fake, alone).reference == "7"
+    place = read_allocation(fake, {**alone, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"})
+    assert (place.reference, place.owner) == ("7_3", "slurm-test-7")
 
 
 def test_where_we_are() -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.core.causes import describe_exit
@@ -30,8 +30,10 @@ ASK_AGAIN_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """For an agent that was dismissed to end by itself."""
 KILL_SECONDS = 20.0
-START_SECONDS_MIN = 5.0
-"""A step that ends sooner than that failed to start."""
+START_SECONDS_MAX = 1800.0
+"""For an agent to join, a container's image fetched and all; then its step is ended."""
+STEADY_SECONDS = 60.0
+"""A step that ends sooner than that after its agent has joined, or without that, counts as a failed start."""
 START_FAILURES_MAX = 3
 """In a row on one host; then it is not used any more."""
 
@@ -40,9 +42,16 @@ TASK_VARIABLES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID
 AGENT_COMMAND = ("env", *(f"--unset={name}" for name in TASK_VARIABLES), sys.executable, "-m", "orchestrator.agent")
 _STEP_VARIABLES = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_TASKS_PER_NODE"),
-    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_SPREAD_JOB"),
+    *(
+        "SLURM_EXPORT_ENV",
+        "SLURM_GPUS_PER_TASK",
+        "SLURM_TRES_PER_TASK",
+        "SLURM_CPU_BIND",
+        "SLURM_DISTRIBUTION",
+        "SLURM_SPREAD_JOB",
+    ),
 )
-"""What the submission says of tasks: a step of one agent is something else."""
+"""What the submission says of tasks, and of the environment: a step of one agent is something else."""
 
 AGAIN = "~"
 """Between a host's name and the number of its second agent and later ones; no host has it in its name."""
@@ -68,7 +77,7 @@ class _Step:
     host: str
     process: subprocess.Popen[bytes]
     pidfd: int
-    started_seconds: float = field(default_factory=time.monotonic)
+    joined_seconds: float | None = None
     released: bool = False
 
 
@@ -79,6 +88,7 @@ class SlurmAllocation:
         self,
         *,
         job_id: str,
+        reference: str = "",
         hosts: Sequence[Host],
         settings_of: SettingsOf,
         commands: SlurmCommands,
@@ -86,6 +96,7 @@ class SlurmAllocation:
         agent_command: Sequence[str] = AGENT_COMMAND,
     ) -> None:
         self._job_id = job_id
+        self._reference = reference or job_id
         self._hosts = {host.name: host for host in hosts}
         self._settings_of = settings_of
         self._commands = commands
@@ -123,8 +134,15 @@ class SlurmAllocation:
                     self._wanted -= 1
                     self._start(host)
             if self._wanted > 0:
-                self.on_short(problem or f"no other host of the allocation is free ({', '.join(self._hosts)})")
+                self.on_short(problem or self._why_short())
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
+
+    def _why_short(self) -> str:
+        failed = [name for name in self._hosts if self._failures.get(name, 0) >= START_FAILURES_MAX]
+        if failed:
+            said = f"agents have ended {START_FAILURES_MAX} times in a row, soon or before they joined"
+            return f"{said}, on {', '.join(failed)}"
+        return f"no other host of the allocation is free ({', '.join(self._hosts)})"
 
     def _is_free(self, host: str) -> bool:
         busy = any(step.host == host for step in self._steps.values())
@@ -160,6 +178,7 @@ class SlurmAllocation:
             return
         step = _Step(node=node, host=host.name, process=process, pidfd=os.pidfd_open(process.pid))
         self._steps[node] = step
+        self._spawn(self._end_unless_joined(step))
         asyncio.get_running_loop().add_reader(step.pidfd, self._gone, step)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -182,11 +201,22 @@ class SlurmAllocation:
         os.close(step.pidfd)
         del self._steps[step.node]
         status = step.process.wait()
-        early = time.monotonic() - step.started_seconds < START_SECONDS_MIN
-        self._failures[step.host] = self._failures.get(step.host, 0) + 1 if early and not step.released else 0
+        steady = step.joined_seconds is not None and time.monotonic() - step.joined_seconds >= STEADY_SECONDS
+        if not step.released:
+            self._failures[step.host] = 0 if steady else self._failures.get(step.host, 0) + 1
         if not step.released:
             self._spawn(self._end_step(step))  # if its slurmd has died it may still run
             self._on_lost(step.node, f"its step on {step.host} has ended: srun {describe_exit(status)}")
+
+    def joined(self, node: str) -> None:
+        """Its agent has reported to the supervisor."""
+        if (step := self._steps.get(node)) is not None:
+            step.joined_seconds = time.monotonic()
+
+    async def _end_unless_joined(self, step: _Step) -> None:
+        await asyncio.sleep(START_SECONDS_MAX)
+        if self._steps.get(step.node) is step and step.joined_seconds is None:
+            await self._end_step(step)
 
     def release(self, node: str) -> None:
         """The agent was dismissed and ends by itself; a step that does not is killed."""
@@ -209,7 +239,7 @@ class SlurmAllocation:
     async def _end_step(self, step: _Step) -> None:
         """By the controller; if that does not answer, by srun, which takes the step along when it is told to end."""
         with contextlib.suppress(SchedulerError):
-            await asyncio.to_thread(self._commands.end_step, self._job_id, step_name(step.node))
+            await asyncio.to_thread(self._commands.end_step, self._reference, step_name(step.node))
         until = time.monotonic() + KILL_SECONDS
         while step.process.poll() is None and time.monotonic() < until:
             await asyncio.sleep(0.1)

@@ -32,9 +32,9 @@ class SlurmCommands:
         self.environment = environment
 
     def job(self, job_id: str) -> JobRecord | None:
-        """A job; None if the controller has forgotten it, or never knew it. Raises SchedulerError."""
+        """A job, or a task of an array (`7_1`); None if the controller has forgotten it. Raises SchedulerError."""
         try:
-            return parse_job(self._run("scontrol", "show", "job", job_id))
+            return parse_job(self._run("scontrol", "show", "job", job_id), job_id)
         except SchedulerError as error:
             if "Invalid job id" in str(error):
                 return None

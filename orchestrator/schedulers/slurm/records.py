@@ -92,11 +92,19 @@ class ClusterSettings:
     """A requeued job is not started again before its credentials have expired."""
 
 
-def parse_job(text: str) -> JobRecord:
-    """`scontrol show job ID`. Raises SchedulerError."""
-    fields = dict(_PAIR.findall(text))
-    if "JobId" not in fields or "JobState" not in fields:
+def parse_job(text: str, job_id: str) -> JobRecord | None:
+    """`scontrol show job ID`; None if only other tasks of its array are shown. Raises SchedulerError.
+
+    One task of a job array has the array's own id: asked for it, Slurm shows all tasks.
+    """
+    records = [dict(_PAIR.findall(part)) for part in re.split(r"(?m)^(?=JobId=)", text)]
+    shown = [fields for fields in records if "JobId" in fields and "JobState" in fields]
+    if not shown:
         raise SchedulerError(f"scontrol shows no job, but {text.strip()!r:.200}")
+    asked = [fields for fields in shown if fields["JobId"] == job_id or "_" in job_id]
+    if not asked:
+        return None
+    fields = asked[0]
     ends = fields.get("EndTime", "")
     return JobRecord(
         job_id=fields["JobId"],

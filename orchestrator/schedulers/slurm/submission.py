@@ -40,6 +40,7 @@ def render(
         f"#SBATCH --output={log}",
         *(f"#SBATCH {option}" for option in options),
         "",
+        "trap '' USR1 USR2  # until the supervisor listens",
         f"exec {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
@@ -130,10 +131,19 @@ def explain_waiting(record: JobRecord) -> str | None:
     if record.state == "RUNNING":
         return None
     if record.state in ENDED_STATES:
-        return f"Slurm's job {record.job_id} has ended: {record.state}"
+        ended = f"Slurm's job {record.job_id} has ended: {record.state}" + (
+            f" ({record.reason})" if record.reason else ""
+        )
+        if record.reason == "JobLaunchFailure":
+            ended += ": its host could not start it, or not write its output; the host's slurmd.log says more"
+        return ended
+    if "held" in record.reason.lower() and "launch" not in record.reason.lower():
+        return f"somebody holds Slurm's job {record.job_id} ({record.reason}): `scontrol release {record.job_id}`"
     if "held" in record.reason.lower():
         return (
             f"Slurm holds the job {record.job_id} ({record.reason.replace('_', ' ')}): its start has failed on a host; "
-            f"`scontrol release {record.job_id}` lets it try again, the host's slurmd.log says what went wrong"
+            f"`scontrol release {record.job_id}` lets it try again, the host's slurmd.log says what went wrong, "
+            "`sinfo -R` whether the host is drained for it"
         )
-    return f"Slurm's job {record.job_id} is {record.state}" + (f" ({record.reason})" if record.reason else "")
+    waiting = f"Slurm's job {record.job_id} is {record.state}" + (f" ({record.reason})" if record.reason else "")
+    return f"{waiting}; `scancel {record.job_id}` takes it away" if record.state == "PENDING" else waiting
