@@ -20,6 +20,7 @@ from tests.no_metadata import sitecustomize
 if TYPE_CHECKING:
     from tests.gcs_server import GCSServers
     from tests.s3_servers import S3Servers
+    from tests.slurm_cluster import SlurmCluster
 
 SEED_VARIABLE = "ORCHESTRATOR_TEST_SEED"
 SEED = pytest.StashKey[int]()
@@ -91,3 +92,19 @@ def gcs_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GCSServers
     servers = GCSServers(tmp_path_factory.mktemp("gcs"))
     yield servers
     servers.close()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A real Slurm of three nodes of two processors; skips where it cannot be had."""
+    from tests.slurm_cluster import CannotStartError, running_cluster, why_not
+
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(missing)
+    try:
+        with running_cluster(tmp_path_factory.mktemp("slurm"), nodes=3) as found:
+            yield found
+            assert found.all_well(), found.log("slurmctld")
+    except CannotStartError as error:
+        pytest.skip(f"Slurm is installed, and does not start here: {error}")

@@ -197,14 +197,21 @@ class SlurmCluster:
         return "\n".join(lines) + "\n"
 
 
+class CannotStartError(Exception):
+    """Slurm is installed, and its daemons do not come up on this machine: why."""
+
+
 @contextmanager
 def running_cluster(folder: Path, nodes: int, **settings: object) -> Iterator[SlurmCluster]:
-    """A cluster for as long as the block lasts."""
+    """A cluster for as long as the block lasts. Raises CannotStartError."""
     folder.mkdir(parents=True, exist_ok=True)
     names = tuple(f"n{number}" for number in range(1, nodes + 1))
     cluster = SlurmCluster(folder=folder, nodes=names, **settings)  # type: ignore[arg-type]
     try:
-        cluster.start()
+        try:
+            cluster.start()
+        except (AssertionError, OSError, subprocess.SubprocessError) as error:
+            raise CannotStartError(str(error)) from error
         yield cluster
     finally:
         cluster.stop()

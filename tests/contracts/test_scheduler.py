@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from orchestrator.schedulers.base import Scheduler
 from orchestrator.schedulers.local import LocalScheduler
 from orchestrator.schedulers.slurm.allocation import Host, SlurmAllocation
 from orchestrator.schedulers.slurm.commands import SlurmCommands
-from tests.slurm_cluster import SlurmCluster, running_cluster, why_not
+from tests.slurm_cluster import SlurmCluster
 
 KINDS = ("local", "slurm")
 WAIT_SECONDS = 30.0
@@ -87,16 +87,6 @@ def _lives(pid: int) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster | None]:
-    """A Slurm of three nodes, if it can be had."""
-    if why_not() is not None:
-        yield None
-        return
-    with running_cluster(tmp_path_factory.mktemp("slurm"), nodes=3) as found:
-        yield found
-
-
 @pytest.fixture(params=KINDS)
 async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Scene]:
     """Each scheduler, started."""
@@ -127,9 +117,7 @@ async def _local(_: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Schedu
 
 @asynccontextmanager
 async def _slurm(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Scheduler]:
-    cluster: SlurmCluster | None = request.getfixturevalue("cluster")
-    if cluster is None:
-        pytest.skip(why_not() or "")
+    cluster: SlurmCluster = request.getfixturevalue("slurm")
     nodes = cluster.nodes
     job_id = cluster.run(
         *("sbatch", "--parsable", f"--nodes={len(nodes)}", "--mincpus=2", "--no-kill", "--output=/dev/null"),

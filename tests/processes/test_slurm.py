@@ -22,22 +22,11 @@ from orchestrator.schedulers.slurm.commands import SlurmCommands
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from tests.processes.harness import TRAINING, check_store, final_digests
-from tests.slurm_cluster import SlurmCluster, running_cluster, why_not
+from tests.slurm_cluster import SlurmCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 90.0
 JOB = "small"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Three nodes of two processors."""
-    missing = why_not()
-    if missing is not None:
-        pytest.skip(missing)
-    with running_cluster(tmp_path_factory.mktemp("slurm"), nodes=3) as found:
-        yield found
-        assert found.all_well(), found.log("slurmctld")
 
 
 class Submitted:
@@ -129,14 +118,14 @@ class Submitted:
 
 
 @pytest.fixture
-def submitted(cluster: SlurmCluster, tmp_path: Path, staging: str) -> Iterator[Submitted]:
+def submitted(slurm: SlurmCluster, tmp_path: Path, staging: str) -> Iterator[Submitted]:
     """A job that is to be submitted; cancelled in the end."""
-    job = Submitted(cluster, tmp_path, staging)
+    job = Submitted(slurm, tmp_path, staging)
     yield job
     if job.job_id:
-        cluster.run("scancel", job.job_id, check=False)
+        slurm.run("scancel", job.job_id, check=False)
         job.until(lambda: job.state() not in ("RUNNING", "PENDING", "COMPLETING"), "cancelled")
-    cluster.run("scancel", "--user=root", check=False)
+    slurm.run("scancel", "--user=root", check=False)
 
 
 @pytest.mark.parametrize("flags", [(), ("--sbatch=--signal=B:USR1@20",)], ids=["steps-signalled", "batch-signalled"])
