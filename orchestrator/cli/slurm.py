@@ -35,6 +35,7 @@ WAKE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """As `--signal=B:USR1@…` sends them: Slurm knows why."""
 REQUEUE_SECONDS_MAX = 600.0
 """For how long a controller that is away is asked again."""
+PASSING_SECONDS = 0.2
 REQUEUE_AGAIN_SECONDS = 5.0
 TOTALS = {"--gpus": "SLURM_GPUS", "--gpus-per-task": "SLURM_GPUS_PER_TASK"}
 """Of sbatch, and how the batch step is told: Slurm measures each step by them, and refuses one on a single host."""
@@ -248,12 +249,15 @@ def _ignore_wake_signals() -> None:
 
 def _requeue(place: Allocation, commands: SlurmCommands, talk: Talk, *, fruitless: int, fruitless_max: int) -> None:
     """The very last: Slurm ends this process for it. A controller that is away is waited for."""
-    from orchestrator.schedulers.slurm.submission import judge_requeue
+    from orchestrator.schedulers.slurm.submission import PASSING_STATES, judge_requeue
 
     until, said = time.monotonic() + REQUEUE_SECONDS_MAX, False
     while True:
         try:
             record = commands.job(place.reference)
+            if record is not None and record.state in PASSING_STATES and time.monotonic() < until:
+                time.sleep(PASSING_SECONDS)
+                continue
             decided = judge_requeue(record, fruitless=fruitless, fruitless_max=fruitless_max)
             if decided.wanted:
                 commands.requeue(place.reference)

@@ -16,6 +16,7 @@ from orchestrator.errors import SchedulerError
 from orchestrator.schedulers.slurm.allocation import host_of
 from orchestrator.schedulers.slurm.commands import SlurmCommands
 from orchestrator.schedulers.slurm.records import HostRecord, JobRecord
+from orchestrator.schedulers.slurm.submission import PASSING_STATES
 
 LOOK_SECONDS = 5.0
 LIMIT_SLACK_SECONDS = 60.0
@@ -47,7 +48,7 @@ def departure(
     was ended (cancelled, requeued by hand, its grace over).
     """
     left = None if record.ends_at_seconds is None else max(record.ends_at_seconds - now_wall_seconds, 0.0)
-    if record.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"):
+    if record.state not in ("RUNNING", "SUSPENDED", "STOPPED", *PASSING_STATES):
         reason = f"Slurm ends the job: it is {record.state}"
         return Departure(reason=reason, remaining_seconds=kill_wait_seconds, comes_again=False)
     if record.preempted:

@@ -219,6 +219,17 @@ def test_a_controller_that_is_away_when_the_job_is_to_be_requeued_is_waited_for(
     assert (slurm / "scontrol.asked").read_text().splitlines()[-1] == "requeue 7_1"
 
 
+def test_a_state_that_passes_is_waited_for(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """While a signal is on its way the controller says SIGNALING of a job that runs."""
+    (slurm / "scontrol.answer").write_text(
+        f"[ $2 != job ] || if [ $(wc -l < {slurm}/scontrol.asked) -gt 1 ]; "
+        "then echo JobId=7 JobState=RUNNING Requeue=1; "
+        "else echo JobId=7 JobState=SIGNALING Requeue=1; fi\n"
+    )
+    requeue()
+    assert capsys.readouterr().err == "requeued: it goes on in another allocation\n"
+
+
 @pytest.mark.parametrize(
     ("state", "fruitless", "said"),
     [

@@ -308,6 +308,8 @@ def test_why_a_job_does_not_run(record: JobRecord, said: str | None) -> None:
         (replace(RUNNING, preempted=True, state="COMPLETING"), 9_000.0, ("COMPLETING", 8.0, False)),
         (replace(RUNNING, state="CANCELLED"), 0.0, ("CANCELLED", 8.0, False)),
         (replace(RUNNING, state="SUSPENDED"), 0.0, None),
+        (replace(RUNNING, state="SIGNALING"), 0.0, None),
+        (replace(RUNNING, state="SIGNALING", preempted=True), 9_000.0, ("preempts", 1000.0, True)),
     ],
 )
 def test_when_a_job_leaves(record: JobRecord, now: float, expected: tuple[str, float, bool] | None) -> None:

@@ -667,3 +667,22 @@ def test_what_has_too_many_parts_is_refused(client: ObjectClient, monkeypatch: p
     with pytest.raises(StoreError, match="more than 2 parts; 20 bytes were sent"):
         probed_store(client).create("key", pieces_of(TEXT))
     assert client.operations()[-1] == "abort_multipart_upload"
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    ("operation", "field"),
+    [("create_multipart_upload", "UploadId"), ("upload_part", "ETag"), ("head_object", "ContentLength")],
+)
+def test_an_answer_that_was_cut_is_an_error_of_the_store(
+    client: ObjectClient, monkeypatch: pytest.MonkeyPatch, operation: str, field: str
+) -> None:
+    """A document that is cut short is read as far as it goes: what is missing must not be a KeyError."""
+    store = probed_store(client)
+    store.create("there", [b"1"])
+    whole = getattr(client, operation)
+    monkeypatch.setattr(
+        client, operation, lambda **arguments: {k: v for k, v in whole(**arguments).items() if k != field}
+    )
+    with pytest.raises(StoreUnavailableError, match=f"answer to {operation} says no {field}"):
+        store.size("there") if operation == "head_object" else store.create("a/key", iter([b"x" * 25]))

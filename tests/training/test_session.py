@@ -97,7 +97,7 @@ class Stage:
         self.time = FakeTime()
         self.agents: list[OneAgent] = []
         self._patch = monkeypatch
-        monkeypatch.setattr(session, "PeerStore", lambda url, token: self.store)
+        monkeypatch.setattr(session, "PeerStore", lambda url, token, *, tls: self.store)
         monkeypatch.setattr(session, "time", self.time)
         use_time(monkeypatch, self.time)
         monkeypatch.setattr(boundary, "FINAL_WAIT_SECONDS", 2.0)  # turns of the loops, in truth

@@ -479,7 +479,7 @@ def test_fifty_saves_take_no_more_memory_than_ten(tmp_path: Path, monkeypatch: p
         job.stager.join()
         assert job.sizes[at]
         seen.append(resident_bytes())
-    assert max(seen[10:]) - seen[9] < state_bytes / 4
+    assert max(seen[10:]) - seen[9] < state_bytes / 2  # a copy for each save would be forty times the state
 
 
 # ------------------------------------------------------------------------------------------------------- devices

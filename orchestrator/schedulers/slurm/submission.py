@@ -109,6 +109,10 @@ class Requeue:
     reason: str
 
 
+PASSING_STATES = ("SIGNALING", "RESIZING", "CONFIGURING")
+"""Of a job that runs: what the controller says of it for a moment."""
+
+
 def judge_requeue(record: JobRecord | None, *, fruitless: int, fruitless_max: int) -> Requeue:
     """After a save: is it right to give the allocation back and come again?
 

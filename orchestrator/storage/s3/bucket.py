@@ -20,7 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, StoreUnavailableError
 from orchestrator.storage.answers import Body
 from orchestrator.storage.s3.errors import ENDPOINT_ADVICE, store_error
 from orchestrator.storage.s3.location import S3Location
@@ -83,7 +83,7 @@ class Bucket:
         with self._translated(operation, key):
             request = getattr(self._made_client(), operation)
             answer: dict[str, Any] = request(Bucket=self.name, Key=self.full_key(key), **arguments)
-            return answer
+        return _whole(operation, key, answer)
 
     def objects(self, prefix: str) -> Iterator[dict[str, Any]]:
         """The objects whose keys start with `prefix`, as S3 describes them, with our keys. Raises StoreError."""
@@ -99,7 +99,8 @@ class Bucket:
             pages = self._made_client().get_paginator(operation)
             for page in pages.paginate(Bucket=self.name, Prefix=self.full_key(prefix), PaginationConfig=size):
                 for found in page.get(what, ()):
-                    yield {**found, "Key": found["Key"].removeprefix(self._prefix)}
+                    whole = _whole(operation, prefix, found)
+                    yield {**whole, "Key": whole["Key"].removeprefix(self._prefix)}
 
     @contextmanager
     def opened(self, key: str, **arguments: Any) -> Iterator[tuple[dict[str, Any], Body]]:
@@ -185,3 +186,21 @@ def make_client(
 def _operation_name(operation: str) -> str:
     """As S3 names it: put_object is PutObject."""
     return operation.title().replace("_", "")
+
+
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "create_multipart_upload": ("UploadId",),
+    "upload_part": ("ETag",),
+    "head_object": ("ContentLength",),
+    "get_object": ("ContentLength", "Body"),
+    "list_objects_v2": ("Key", "Size"),
+    "list_multipart_uploads": ("Key", "UploadId"),
+}
+
+
+def _whole(operation: str, key: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer, or one entry of a listing, with all that is needed of it: a cut one is read as far as it goes."""
+    missing = [name for name in _NEEDED.get(operation, ()) if name not in answer]
+    if missing:
+        raise StoreUnavailableError(key, f"the server's answer to {operation} says no {' and no '.join(missing)}")
+    return answer
