@@ -52,7 +52,7 @@ endif
 
 test: .venv
 	-@$(MAKE) --no-print-directory servers
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 disasters: .venv
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

@@ -41,6 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
     _forbid_metadata_services()
 
 
+LONG = ("processes", "simulation", "benchmarks", "contracts", "storage")
+"""Folders of tests that take minutes: they come first, so that at the end nobody waits for one file of them alone."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Only the order of files; within one it stays."""
+    folder = Path(__file__).parent
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(folder).parts[0], len(LONG)))
+
+
 def _forbid_metadata_services() -> None:
     """See `tests/no_metadata`; the processes among which tests are shared out write to the same file."""
     if sitecustomize.STRAYS_VARIABLE not in os.environ:
