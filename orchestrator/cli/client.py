@@ -111,12 +111,12 @@ def connect(job: str) -> SupervisorClient:
     try:
         return SupervisorClient(find_supervisor(job))
     except SupervisorError as error:
-        from orchestrator.cli.absent import why_not_running
+        from orchestrator.cli.absent import absence_of
 
-        said = why_not_running(job)
-        if said is None:
+        absence = absence_of(job)
+        if absence is None:
             raise
-        raise SupervisorError(said) from error
+        raise SupervisorError(absence.words) from error
 
 
 def ask_to_end(job: str, request: str, what_happens: str, *, wait_seconds: float | None) -> None:

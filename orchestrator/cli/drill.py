@@ -47,7 +47,7 @@ def notice(
     client = connect(job)
     chosen = _node(client.status(), node)["node"]
     client.notice(chosen, deadline)
-    say(f"{chosen} of the job {job!r} will be gone in {deadline:g} s")
+    say(f"{chosen} of the job {job!r} goes once its state is saved, in {deadline:g} s at the latest")
 
 
 @drill.command()

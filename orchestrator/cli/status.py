@@ -27,7 +27,12 @@ def status(
     if job is None:
         _list_jobs(json_output=json_output)
         return
-    client = connect(job)
+    try:
+        client = connect(job)
+    except SupervisorError:
+        if not _say_how_it_ended(job, json_output=json_output):
+            raise
+        return
     if not watch:
         now = client.status()
         if json_output:
@@ -40,6 +45,21 @@ def status(
     except KeyboardInterrupt:
         return
     say(f"the job {job!r} has ended")
+
+
+def _say_how_it_ended(job: str, *, json_output: bool) -> bool:
+    """Whether it has ended, as its end record says."""
+    from orchestrator.cli.absent import absence_of
+
+    absence = absence_of(job)
+    if absence is None or absence.outcome is None:
+        return False
+    if json_output:
+        ended = {"outcome": absence.outcome, "reason": absence.reason, "newest_committed": absence.newest_committed}
+        print_json({"job": job, "phase": "ended", **ended})
+    else:
+        output().print(absence.words, soft_wrap=True, highlight=False, markup=False)
+    return True
 
 
 def _list_jobs(*, json_output: bool) -> None:

@@ -187,7 +187,8 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
     age = None if job.committed_at_seconds is None else now_seconds - job.committed_at_seconds
     progress = job.highest_step / job.until if job.until else None
     saves = sorted(job.saves.values(), key=lambda save: save.id)
-    eta = None if job.until is None else (job.until - job.highest_step) * job.step_seconds
+    step_seconds = job.ranks.step_seconds.highest or job.measured.step_seconds
+    eta = None if job.until is None or step_seconds is None else (job.until - job.highest_step) * step_seconds
     return {
         "job": job.spec.name,
         "phase": str(job.phase),
@@ -197,7 +198,7 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
         "until": job.until,
         "progress": progress,
         "eta_seconds": eta,
-        "step_seconds": job.step_seconds if job.highest_step else None,
+        "step_seconds": step_seconds,
         "seconds_without_step": hanging.seconds_without_step(job, now_seconds),
         "hang": hanging.suspicion(job),
         "loss_trouble": None if job.loss_trouble is None else _loss_trouble(job.loss_trouble),

@@ -170,7 +170,7 @@ def test_resize(command: Command, running: RunningSupervisor) -> None:
 def test_drill_notice(command: Command, running: RunningSupervisor) -> None:
     result = command("drill", "notice", "small", "--deadline", "12.5")
     assert result.exit_code == 0
-    assert result.stderr == "node-7 of the job 'small' will be gone in 12.5 s\n"
+    assert result.stderr == "node-7 of the job 'small' goes once its state is saved, in 12.5 s at the latest\n"
     assert running.scheduler.lost == [("node-7", 12.5)]
     command("status", "small")
     assert running.reasons("notice received") == ["drill: preempt, 12.5 s left"]

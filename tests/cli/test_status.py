@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from orchestrator.checkpoint.generations import Claimant, open_generation, record_end
 from orchestrator.core.messages import Outcome
+from orchestrator.schedulers.leftovers import StartedNode, start_ticks, write_leftovers
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.state_folder import StateFolder
@@ -35,11 +37,37 @@ def store(tmp_path: Path) -> ObjectStore:
 def test_how_a_job_ended(command: Command, store: ObjectStore, outcome: Outcome) -> None:
     record_end(store, WHO, outcome, "somebody asked for it", 2.0)
     result = command("status", "small")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == (
-        f"error: the job 'small' does not run: {outcome}, somebody asked for it; "
-        "its newest checkpoint is g00000001-s0000000010\n"
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == (
+        f"the job 'small' has ended: {outcome}: somebody asked for it; its newest checkpoint is g00000001-s0000000010\n"
     )
+    assert json.loads(command("status", "small", "--json").stdout) == {
+        "job": "small",
+        "phase": "ended",
+        "outcome": str(outcome),
+        "reason": "somebody asked for it",
+        "newest_committed": "g00000001-s0000000010",
+    }
+    assert "has ended" in command("drain", "small").stderr
+
+
+def test_a_word_is_not_said_twice(command: Command, store: ObjectStore) -> None:
+    record_end(store, WHO, Outcome.DRAINED, "drained by me", 2.0)
+    assert "has ended: drained by me; its" in command("status", "small").stdout
+
+
+def test_nodes_that_a_dead_supervisor_left(command: Command, store: ObjectStore) -> None:
+    """They train on: whoever asks must not be told that nothing runs."""
+    state = StateFolder("small", store.url)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        node = StartedNode(number=0, pid=process.pid, started_ticks=start_ticks(process.pid), staging="/tmp/x")
+        write_leftovers(state.path / "nodes.json", claimant="c", terms="t", nodes=[node])
+        for verb in ("status", "cancel"):
+            result = command(verb, "small")
+            assert result.exit_code == 1
+            assert f"has died, and 1 node of it (process {process.pid}) may still train: the same" in result.stderr
+        process.kill()
+    assert "nobody wrote down how it ended" in command("status", "small").stderr
 
 
 def test_one_that_was_killed(command: Command, store: ObjectStore) -> None:

@@ -259,3 +259,13 @@ async def test_a_node_that_was_given_back_unheard_is_not_let_in(
     async with client.ws_connect("/agent") as socket:
         await socket.send_json({"node": "node-0", "received": 0, "life": "an earlier one"})
         assert "refused" in await socket.receive_json()
+
+
+def test_no_estimate_is_made_before_a_step_was_measured() -> None:
+    """After a restart the step is known, and how long one takes is not."""
+    spec = JobSpec(name="small", nodes_min=1, nodes_max=1, workers_per_node=1, save_every_steps=10)
+    job = replace(new_job(spec, 0.0), until=100, ranks=Ranks.starting(1, 40))
+    said = describe(job, 1.0, {})
+    assert (said["step"], said["step_seconds"], said["eta_seconds"]) == (40, None, None)
+    known = describe(replace(job, measured=replace(job.measured, step_seconds=0.5)), 1.0, {})
+    assert (known["step_seconds"], known["eta_seconds"]) == (0.5, 30.0)
