@@ -7,6 +7,7 @@ every node's deadline. Hosts that are drained get a notice of their own. A contr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,21 +115,23 @@ class SlurmWatch:
                 continue
 
     async def _look(self) -> None:
-        try:
+        """The job first: that it has to leave is not held up by what is wrong with hearing of the hosts."""
+        with contextlib.suppress(SchedulerError):
             record = await asyncio.to_thread(self._commands.job, self._job_id)
-            hosts = await asyncio.to_thread(self._commands.hosts, self._hosts)
-        except SchedulerError:
-            return
-        if record is not None:
-            found = departure(
-                record,
-                now_wall_seconds=self._clock.wall(),
-                limit_notice_seconds=self._limit_notice_seconds,
-                kill_wait_seconds=self._kill_wait_seconds,
-            )
-            if found is not None:
-                self.leave(found)
-        self._look_at_hosts(hosts)
+            if record is not None:
+                self._look_at_job(record)
+        with contextlib.suppress(SchedulerError):
+            self._look_at_hosts(await asyncio.to_thread(self._commands.hosts, self._hosts))
+
+    def _look_at_job(self, record: JobRecord) -> None:
+        found = departure(
+            record,
+            now_wall_seconds=self._clock.wall(),
+            limit_notice_seconds=self._limit_notice_seconds,
+            kill_wait_seconds=self._kill_wait_seconds,
+        )
+        if found is not None:
+            self.leave(found)
 
     def leave(self, why: Departure) -> None:
         """Every node goes; the job saves and ends. What was said first stands, but for an end that nobody can stop."""

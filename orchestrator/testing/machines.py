@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.testing.metadata_server import Fault, MetadataServer
+from orchestrator.testing.metadata_server import AnnouncingServer, Fault
 
 COPY_BYTES = 64 << 10
 
@@ -25,7 +25,7 @@ class Machine:
 
     pid: int
     """0: a process that could not be seen."""
-    server: MetadataServer
+    server: AnnouncingServer
     gone: bool = False
     """The process has ended."""
 
@@ -36,7 +36,7 @@ class Machine:
 class Machines:
     """Listens on loopback, and hands each connection on to the service of the process at its other end."""
 
-    def __init__(self, make: Callable[[], MetadataServer]) -> None:
+    def __init__(self, make: Callable[[], AnnouncingServer]) -> None:
         self._make = make
         self._fault: Fault | None = None
         self._seen: dict[int, Machine] = {}

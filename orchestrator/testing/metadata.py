@@ -23,12 +23,12 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.testing.metadata_server import MetadataServer, http_date, rfc3339, wall_time
+from orchestrator.testing.metadata_server import AnnouncingServer, MetadataServer, http_date, rfc3339, wall_time
 
 # --------------------------------------------------------------------------------------------------------- AWS
 
 
-class SimulatedAWS(MetadataServer):
+class SimulatedAWS(AnnouncingServer):
     """IMDSv2 of a spot instance in an Auto Scaling group with a lifecycle hook, and the API that completes the hook."""
 
     lead_seconds: float = 120.0
@@ -139,7 +139,7 @@ class SimulatedAWS(MetadataServer):
 # --------------------------------------------------------------------------------------------------------- GCP
 
 
-class SimulatedGCP(MetadataServer):
+class SimulatedGCP(AnnouncingServer):
     """Google's metadata server, with long polls. It does not say when the machine goes."""
 
     _quiet: Mapping[str, str] = MappingProxyType({"preempted": "FALSE", "maintenance-event": "NONE"})
@@ -211,7 +211,7 @@ class SimulatedGCP(MetadataServer):
 # ------------------------------------------------------------------------------------------------------- Azure
 
 
-class SimulatedAzure(MetadataServer):
+class SimulatedAzure(AnnouncingServer):
     """Scheduled events of a scale set, as one of its machines sees them."""
 
     lead_seconds: float = 30.0
@@ -313,7 +313,7 @@ class SimulatedAlibaba(SimulatedAWS):
         self.keys["instance/spot/termination-time"] = rfc3339(self.lead_seconds if seconds is None else seconds)
 
 
-class SimulatedTencent(MetadataServer):
+class SimulatedTencent(AnnouncingServer):
     """Metadata with Tencent's one key, which says China's time and does not say so."""
 
     lead_seconds: float = 120.0
@@ -365,7 +365,7 @@ class SimulatedVolcengine(SimulatedTencent):
         ]
 
 
-SERVICES: Mapping[str, type[MetadataServer]] = MappingProxyType(
+SERVICES: Mapping[str, type[AnnouncingServer]] = MappingProxyType(
     {
         "aws": SimulatedAWS,
         "gcp": SimulatedGCP,

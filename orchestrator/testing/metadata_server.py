@@ -6,6 +6,7 @@ Subclasses in `metadata` say what a cloud's service answers; `machines` gives ea
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -54,11 +55,8 @@ class Cut:
 Fault = Unauthorized | Status | Slow | Body | Cut
 
 
-class MetadataServer:
+class MetadataServer(ABC):
     """One service on a port of its own. Subclasses say what it answers."""
-
-    lead_seconds: float | None = None
-    """How long ahead the cloud announces that it takes a machine; None: its metadata do not say."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
@@ -102,14 +100,6 @@ class MetadataServer:
             await self._runner.cleanup()
             self._runner = None
 
-    def interrupt(self, seconds: float | None = None) -> None:
-        """Announce that this machine is taken, and when if the cloud says that; None: as far ahead as it ever is."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Nothing is announced any more: whoever asks from now on is another machine."""
-        raise NotImplementedError
-
     def misbehave(self, fault: Fault, *, times: int | None = None, path: str = "") -> None:
         """The next `times` requests (None: all) to paths that contain `path` meet the fault."""
         self._fault = (fault, times, path)
@@ -124,9 +114,9 @@ class MetadataServer:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @abstractmethod
     def routes(self) -> list[web.RouteDef]:
         """What it serves."""
-        raise NotImplementedError
 
     async def _with_faults(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.requests[request.path] += 1
@@ -162,6 +152,21 @@ class MetadataServer:
         if times is not None:
             self._fault = (fault, times - 1, where) if times > 1 else None
         return fault
+
+
+class AnnouncingServer(MetadataServer):
+    """One that says when a machine is taken; Oracle's does not."""
+
+    lead_seconds: float | None = None
+    """How long ahead the cloud announces that it takes a machine; None: its metadata do not say."""
+
+    @abstractmethod
+    def interrupt(self, seconds: float | None = None) -> None:
+        """Announce that this machine is taken, and when if the cloud says that; None: as far ahead as it ever is."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Nothing is announced any more: whoever asks from now on is another machine."""
 
 
 def wall_time(seconds: float) -> datetime:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from orchestrator.testing.metadata import SERVICES, SimulatedAWS, SimulatedGCP, 
 from orchestrator.testing.metadata_server import Body, MetadataServer, Slow
 from tests.no_metadata.sitecustomize import STRAYS_VARIABLE
 
-SERVERS: dict[str, type[MetadataServer]] = {**SERVICES, "oci": SimulatedOCI}
+SERVERS: dict[str, Callable[[], MetadataServer]] = {**SERVICES, "oci": SimulatedOCI}
 
 
 @contextmanager

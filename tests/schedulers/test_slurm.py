@@ -322,11 +322,11 @@ def test_when_a_job_leaves(record: JobRecord, now: float, expected: tuple[str, f
     assert (found.remaining_seconds, found.comes_again) == expected[1:]
 
 
-def watch(events: list[Event], nodes: list[str]) -> SlurmWatch:
+def watch(events: list[Event], nodes: list[str], commands: SlurmCommands | None = None) -> SlurmWatch:
     return SlurmWatch(
         job_id="7",
         hosts="n[1-2]",
-        commands=SlurmCommands(),
+        commands=commands or SlurmCommands(),
         clock=SystemClock(),
         submit=events.append,
         nodes=lambda: nodes,
@@ -372,6 +372,17 @@ def test_a_drained_host_and_one_that_is_well_again() -> None:
     notices = [event for event in events if isinstance(event, NoticeReceived)]
     assert [(one.node, one.kind) for one in notices] == [("n2~3", NoticeKind.MAINTENANCE), ("n2~3", NoticeKind.CANCEL)]
     assert notices[0].notice_id == notices[1].notice_id
+
+
+async def test_a_job_leaves_though_nothing_is_heard_of_its_hosts(fake: SlurmCommands, tmp_path: Path) -> None:
+    """The controller answers for the job, and not for the nodes."""
+    answer(tmp_path, '[ "$2" = job ] || exit 1\necho JobId=7 JobState=RUNNING PreemptTime=2026-11-30T21:00:00\n')
+    events: list[Event] = []
+    told = watch(events, ["n1"], fake)
+    await told._look()
+    assert told.departure is not None
+    assert told.departure.comes_again
+    assert len(events) == 2
 
 
 def test_a_host_that_does_not_respond_and_is_drained_then() -> None:

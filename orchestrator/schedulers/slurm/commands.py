@@ -89,6 +89,7 @@ class SlurmCommands:
                 input="" if text is None else text,
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=ANSWER_SECONDS_MAX,
                 check=False,
             )

@@ -112,7 +112,7 @@ def parse_job(text: str, job_id: str) -> JobRecord | None:
         reason=_plain(fields.get("Reason", "")),
         hosts=_plain(fields.get("NodeList", "")),
         partition=fields.get("Partition", ""),
-        restarts=int(fields.get("Restarts", "0") or 0),
+        restarts=int(restarts) if (restarts := fields.get("Restarts", "")).isdecimal() else 0,
         may_requeue=fields.get("Requeue", "1") == "1",
         ends_at_seconds=None if ends in NOTHING else _wall_seconds(ends),
         preempted=fields.get("PreemptTime", "") not in NOTHING or fields["JobState"] == "PREEMPTED",
