@@ -146,3 +146,32 @@ def test_an_answer_of_gcs_without_a_length_is_none() -> None:
         with pytest.raises(StoreError, match="does not say how long it is"):
             store.read("key")
         store.close()
+
+
+def test_a_server_that_hangs_up_after_a_refused_range_is_asked_on_a_new_connection() -> None:
+    """fake-gcs-server 1.54 says that its 416 has no body, sends one, and resets the connection a moment later."""
+    first = b"HTTP/1.1 416 Requested Range Not Satisfiable\r\nContent-Length: 0\r\n\r\n"
+    body = b'{"size": "0"}'
+    second = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(4)
+
+        def serve() -> None:
+            kept, _ = server.accept()
+            with kept:
+                kept.recv(65536)
+                kept.sendall(first)
+                connection, _ = server.accept()  # never comes if the next request is sent on the first one
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(second)
+
+        server.settimeout(10)
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        store = gcs_at(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert store.read("empty", 0, 10) == b""
+        assert store.size("empty") == 0
+        store.close()
+        thread.join(10)
