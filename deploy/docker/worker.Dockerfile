@@ -2,7 +2,7 @@
 #   docker build -f deploy/docker/worker.Dockerfile --build-arg BASE=pytorch/pytorch:TAG -t HOST/PATH/orchestrator-worker:0.1.0 .
 # Then, in your own Dockerfile:
 #   FROM HOST/PATH/orchestrator-worker:0.1.0
-#   COPY --chown=0:0 train.py /work/
+#   COPY train.py /work/
 #
 # BASE needs torch 2.6 or newer in the python3 that is first on its PATH, Python 3.11 or newer, and a libc for which there are wheels.
 # Works with a read-only root filesystem. What has to be writable: /tmp, /dev/shm (staged shards: as large as two copies of what a node's ranks

@@ -1,6 +1,6 @@
 """The chart as helm renders it.
 
-Helm is what HELM names, `helm` on the PATH, build/helm/helm (as scripts/get-helm makes it), or ~/.cache/kube-assets/helm.
+Helm is what HELM names, `helm` on the PATH, build/helm/helm (from scripts/get-helm), or ~/.cache/kube-assets/helm.
 """
 
 from __future__ import annotations
