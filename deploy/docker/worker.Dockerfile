@@ -26,7 +26,9 @@ RUN python3 -m pip install --no-cache-dir --requirement worker-requirements.txt 
  && chown 65532:65532 /var/log/orchestrator
 # To try the cluster with, before there is a script of yours.
 COPY examples /opt/orchestrator/examples
+# USER: the uid has no entry in /etc/passwd, and torch asks for its name when it compiles.
 ENV HOME=/tmp \
+    USER=orchestrator \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
