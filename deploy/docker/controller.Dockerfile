@@ -3,7 +3,7 @@
 #
 # Works with a read-only root filesystem; only /tmp has to be writable (an emptyDir).
 
-FROM python:3.12-slim-bookworm AS build
+FROM python:3.11-slim-bookworm AS build
 WORKDIR /source
 RUN python3 -m venv /opt/orchestrator
 COPY constraints.txt deploy/docker/controller-requirements.txt ./
@@ -15,7 +15,7 @@ RUN /opt/orchestrator/bin/pip install --no-cache-dir --no-deps --no-build-isolat
  && /opt/orchestrator/bin/python -c "import orchestrator.cli, orchestrator.supervisor.loop" \
  && /opt/orchestrator/bin/pip uninstall --yes setuptools pip
 
-FROM python:3.12-slim-bookworm
+FROM python:3.11-slim-bookworm
 COPY --from=build /opt/orchestrator /opt/orchestrator
 ENV PATH=/opt/orchestrator/bin:$PATH \
     HOME=/tmp \
