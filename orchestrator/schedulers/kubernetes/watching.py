@@ -61,7 +61,8 @@ class Collection:
     ) -> None:
         """`on_change`: called with an object as it is, or was, and whether it is gone."""
         self._client = client
-        self._path = path_of(plural, namespace)
+        self.path = path_of(plural, namespace)
+        """Of the collection, for messages."""
         self._selector = selector
         self._on_change = on_change
         self._draw = draw
@@ -83,7 +84,7 @@ class Collection:
     def start(self) -> None:
         """Begin to look."""
         loop = asyncio.get_running_loop()
-        name = f"watch {self._path}"
+        name = f"watch {self.path}"
         self._thread = threading.Thread(target=self._look_for_ever, args=(loop,), name=name, daemon=True)
         self._thread.start()
 
@@ -105,7 +106,7 @@ class Collection:
             while not self._stopped.is_set():
                 try:
                     if not self._version:
-                        found, self._version = self._client.list(self._path, self._selector)
+                        found, self._version = self._client.list(self.path, self._selector)
                         loop.call_soon_threadsafe(self._on_listed, found)
                     self._follow(loop)
                     pause = PAUSE_SECONDS_FIRST
@@ -119,7 +120,7 @@ class Collection:
 
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """One watch to its end. The next one goes on from the last change that came."""
-        self._watch = self._client.watch(self._path, self._version, self._selector)
+        self._watch = self._client.watch(self.path, self._version, self._selector)
         if self._stopped.is_set():
             self._watch.close()
         loop.call_soon_threadsafe(self._say, None)
