@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from orchestrator.core.deadline import MARGIN_SECONDS
 from orchestrator.core.states import JobSpec
@@ -74,8 +74,9 @@ class JobSettings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # true would count as 1
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        meant = info.field_name is not None and cls.model_fields[info.field_name].annotation is bool
+        if isinstance(value, bool) and not meant:  # true would count as 1
             raise ValueError(f"is neither true nor false, got {str(value).lower()}")
         return value
 

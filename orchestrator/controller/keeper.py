@@ -33,6 +33,7 @@ from orchestrator.controller.reconcile import (
     Hosted,
     Running,
     Seen,
+    differs,
     ended_status,
     reconcile,
     restart_seconds,
@@ -181,7 +182,13 @@ class JobKeeper:
         metadata, host = self._object["metadata"], self._host
         hosted = None
         if host is not None:
-            hosted = Hosted(wanted_nodes=host.wanted_nodes, ending=host.ending, cancelling=host.cancelling)
+            hosted = Hosted(
+                wanted_nodes=host.wanted_nodes,
+                ending=host.ending,
+                cancelling=host.cancelling,
+                waits_for=differs(self._object.get("spec") or {}, host.run.spec),
+                pods_run=host.job.allocation.runs(),
+            )
         living = [pod for pod in map(read_pod, self._around.pods(self.key)) if pod.lives and not pod.deleting]
         return Seen(
             spec=spec,
@@ -335,7 +342,9 @@ class JobKeeper:
             self._say(f"its supervisor has failed, which is a bug: {error!r}; started again in {pause:.0f} s")
             return
         ending = host.job.supervisor.job.ending
-        state = state_after(None if ending is None else ending.outcome, finish.exit_code)
+        spec = self._object.get("spec") or {}
+        goes_on = not spec.get("suspend") and metadata.get("deletionTimestamp") is None
+        state = state_after(None if ending is None else ending.outcome, finish.exit_code, goes_on=goes_on)
         status = ended_status(
             self._object.get("status") or {},
             state=state,
@@ -344,7 +353,7 @@ class JobKeeper:
             edited=int(metadata.get("generation") or 1),
             now_wall=self._around.clock.wall(),
         )
-        self._posted.post("Normal" if state in ("Done", "Suspended") else "Warning", state, finish.reason)
+        self._posted.post("Normal" if state in ("Done", "Suspended", "Pending") else "Warning", state, finish.reason)
         if not self._gone:
             await self._patch_status(status)
 

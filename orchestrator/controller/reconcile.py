@@ -58,6 +58,10 @@ class Hosted:
     ending: bool
     """It was told to drain or to cancel."""
     cancelling: bool
+    waits_for: Sequence[str] = ()
+    """Fields of the spec that were edited since the run began, and wait for the next one."""
+    pods_run: bool = True
+    """Some pod of it has come to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,9 @@ def _about_hosted(seen: Seen, hosted: Hosted) -> Decision:
     if seen.rollback_to is not None:
         step = int(seen.rollback_to) if seen.rollback_to.isdecimal() and len(seen.rollback_to) < 19 else None
         return Decision(act=Act.ROLL_BACK, reason=f"annotation rollback-to: {seen.rollback_to}", number=step)
+    if hosted.waits_for and not hosted.pods_run:
+        words = f"{', '.join(hosted.waits_for)} of its spec were edited, and none of its pods runs: it begins anew"
+        return Decision(act=Act.DRAIN, reason=words)
     if seen.spec.nodes_max != hosted.wanted_nodes:
         return Decision(act=Act.RESIZE, reason="spec.nodesMax was edited", number=seen.spec.nodes_max)
     return Decision(act=Act.NOTHING, reason="it runs")
@@ -127,13 +134,15 @@ def differs(spec: Mapping[str, Any], run_spec: Mapping[str, Any]) -> tuple[str, 
     return tuple(sorted(name for name in names if spec.get(name) != run_spec.get(name)))
 
 
-def state_after(outcome: Outcome | None, exit_code: int) -> str:
-    """What a run that has ended makes of its job."""
+def state_after(outcome: Outcome | None, exit_code: int, *, goes_on: bool) -> str:
+    """What a run that has ended makes of its job. `goes_on`: nobody wants it to stay suspended."""
     if exit_code == ExitCode.DONE:
         return "Done"
     if outcome is Outcome.CANCELLED:
         return "Cancelled"
-    return "Suspended" if exit_code == ExitCode.RESUMABLE else "Failed"
+    if exit_code == ExitCode.RESUMABLE:
+        return "Pending" if goes_on else "Suspended"
+    return "Failed"
 
 
 def restart_seconds(crashes: int) -> float:

@@ -152,6 +152,10 @@ class KubernetesAllocation:
         """Pods that do not run yet."""
         return [node.pod for node in self._nodes.values() if node.pod.phase == "Pending"]
 
+    def runs(self) -> bool:
+        """Whether any pod has come to run, or an agent of it may still work."""
+        return any(node.pod.phase != "Pending" for node in self._nodes.values())
+
     def _end(self, name: str, reason: str) -> None:
         node = self._nodes.pop(name)
         self._spares = [spare for spare in self._spares if spare != name]
