@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from orchestrator.core.deadline import MARGIN_SECONDS
 from orchestrator.core.states import JobSpec
@@ -32,29 +32,20 @@ NOTICE_SOURCES = (
     "oci",
     "webhook",
 )
+SCHEDULERS = ("local", "slurm", "kubernetes")
 _LOOPBACK_URL = re.compile(r"http://(localhost|[0-9.]+|\[[0-9a-f:]+\])(?::([0-9]{1,5}))?/?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?\Z")
 
 
-class JobConfig(BaseModel):
-    """What `orchestrator run` needs to know."""
+class JobSettings(BaseModel):
+    """What a job is told in the same words everywhere: here, in `orchestrator.toml`, in a TrainingJob of Kubernetes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    job: str
-    """The job's name, also its folder's in the store: lower-case letters, digits, '.', '_' and '-', at most 63."""
     store: str
     """URL or path of the folder that holds the jobs' folders."""
     command: Annotated[tuple[str, ...], Field(validate_default=True)] = ()
-    """The training command, as given after `--`."""
-    scheduler: str = "local"
-    """Where nodes come from: local (nodes are sessions of processes on this machine) or slurm."""
-    sbatch: tuple[str, ...] = ()
-    """Slurm: options of sbatch for the submission, as `--partition=gpu`, `--gres=gpu:8`, `--time=24:00:00`."""
-    srun: tuple[str, ...] = ()
-    """Slurm: options of srun for each node's agent and its workers, as those that name a container."""
-    nodes: str = "1"
-    """MIN:MAX or one number: with fewer than MIN nodes the job waits, more than MAX it does not ask for."""
+    """The training command, the same on every rank."""
     workers_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
     """Training processes per node, usually one per GPU."""
     save_every: Annotated[int, Field(ge=0)] = 1000
@@ -80,17 +71,80 @@ class JobConfig(BaseModel):
     """Without a step for longer than this, ten steps and twice the longest pause, a hang is suspected; 0: never."""
     device_check_seconds: Annotated[float, Field(ge=0, le=3600)] = 60.0
     """How long each NVIDIA device of a node may take for the test before its first worker; 0: none is tested."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        meant = info.field_name is not None and cls.model_fields[info.field_name].annotation is bool
+        if isinstance(value, bool) and not meant:  # true would count as 1
+            raise ValueError(f"is neither true nor false, got {str(value).lower()}")
+        return value
+
+    @field_validator("notices")
+    @classmethod
+    def _known_notices(cls, value: str) -> str:
+        parse_notices(value)
+        return value
+
+    @field_validator("grace_seconds")
+    @classmethod
+    def _grace_for_something(cls, value: float) -> float:
+        if value <= MARGIN_SECONDS:
+            raise ValueError(
+                f"{value:g} s leave nothing: {MARGIN_SECONDS:g} s of every notice are kept as a margin, "
+                "so that nothing could ever be saved on a signal"
+            )
+        return value
+
+    @field_validator("store")
+    @classmethod
+    def _some_folder(cls, value: str) -> str:
+        if not value:
+            raise ValueError("a folder is needed")
+        return value
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _command_is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"is a list of words, not one text: {value.split()}")
+        return value
+
+    @field_validator("command")
+    @classmethod
+    def _some_command(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("nothing to run; give it after --, or as a list in the file")
+        return value
+
+    @model_validator(mode="after")
+    def _keep_every_of_what(self) -> Self:
+        if self.keep_every and not self.keep_last:  # something else was meant: they would be kept anyway
+            raise ValueError("keep_every: needs keep_last; without it all checkpoints are kept")
+        return self
+
+
+class JobConfig(JobSettings):
+    """What `orchestrator run` needs to know."""
+
+    job: str
+    """The job's name, also its folder's in the store: lower-case letters, digits, '.', '_' and '-', at most 63."""
+    scheduler: str = "local"
+    """Where nodes come from: local (nodes are sessions of processes on this machine), slurm or kubernetes."""
+    sbatch: tuple[str, ...] = ()
+    """Slurm: options of sbatch for the submission, as `--partition=gpu`, `--gres=gpu:8`, `--time=24:00:00`."""
+    srun: tuple[str, ...] = ()
+    """Slurm: options of srun for each node's agent and its workers, as those that name a container."""
+    template: str = ""
+    """Kubernetes: a file with the pods' template (YAML): image, resources, tolerations, service account."""
+    namespace: str = ""
+    """Kubernetes: where the job is; the context's own if not given."""
+    nodes: str = "1"
+    """MIN:MAX or one number: with fewer than MIN nodes the job waits, more than MAX it does not ask for."""
     replacement_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """Local scheduler: how long a replacement for a lost node takes to come (rehearsals)."""
     staging: str = "/dev/shm"
     """Folder in memory for staged shards."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_a_number(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # true would count as 1
-            raise ValueError(f"is neither true nor false, got {str(value).lower()}")
-        return value
 
     @field_validator("job")
     @classmethod
@@ -104,8 +158,8 @@ class JobConfig(BaseModel):
     @field_validator("scheduler")
     @classmethod
     def _known_scheduler(cls, value: str) -> str:
-        if value not in ("local", "slurm"):
-            raise ValueError(f"this release knows the schedulers 'local' and 'slurm', not {value!r}")
+        if value not in SCHEDULERS:
+            raise ValueError(f"this release knows the schedulers 'local', 'slurm' and 'kubernetes', not {value!r}")
         return value
 
     @field_validator("sbatch", "srun", mode="before")
@@ -136,48 +190,12 @@ class JobConfig(BaseModel):
             raise ValueError(f"needs 1 <= MIN <= MAX <= 4096, got {low}:{high}")
         return value
 
-    @field_validator("notices")
+    @field_validator("staging")
     @classmethod
-    def _known_notices(cls, value: str) -> str:
-        parse_notices(value)
-        return value
-
-    @field_validator("grace_seconds")
-    @classmethod
-    def _grace_for_something(cls, value: float) -> float:
-        if value <= MARGIN_SECONDS:
-            raise ValueError(
-                f"{value:g} s leave nothing: {MARGIN_SECONDS:g} s of every notice are kept as a margin, "
-                "so that nothing could ever be saved on a signal"
-            )
-        return value
-
-    @field_validator("store", "staging")
-    @classmethod
-    def _some_folder(cls, value: str) -> str:
+    def _some_staging(cls, value: str) -> str:
         if not value:
             raise ValueError("a folder is needed")
         return value
-
-    @field_validator("command", mode="before")
-    @classmethod
-    def _command_is_a_list(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            raise ValueError(f"is a list of words, not one text: {value.split()}")
-        return value
-
-    @field_validator("command")
-    @classmethod
-    def _some_command(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value:
-            raise ValueError("nothing to run; give it after --, or as a list in the file")
-        return value
-
-    @model_validator(mode="after")
-    def _keep_every_of_what(self) -> Self:
-        if self.keep_every and not self.keep_last:  # something else was meant: they would be kept anyway
-            raise ValueError("keep_every: needs keep_last; without it all checkpoints are kept")
-        return self
 
     @property
     def nodes_min(self) -> int:

@@ -22,6 +22,7 @@
     ├── PeerError              another rank failed in what all ranks do together; names it
     │   └── PeerLostError      another rank has gone, or does not answer
     ├── SchedulerError         the cluster's scheduler does not answer, or refuses
+    │   └── KubernetesError    the API server does not answer, or refuses; with its status and reason
     └── SupervisorError        the supervisor cannot be reached, or refused the request
 
 Leaving on a notice is no failure: `Preempted` derives from SystemExit (status 75) so that a
@@ -187,6 +188,35 @@ class BrokenOffError(OrchestratorError):
 
 class SchedulerError(OrchestratorError):
     """The cluster's scheduler does not answer, or refuses what was asked."""
+
+
+class KubernetesError(SchedulerError):
+    """The API server does not answer (`status` None), or refuses what was asked. `reason` is its word, as Forbidden."""
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        status: int | None = None,
+        reason: str = "",
+        message: str = "",
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.status = status
+        self.reason = reason
+        self.message = message or text
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def is_not_found(self) -> bool:
+        """There is no such object (a path that the server does not know is another thing)."""
+        return self.status == 404 and self.reason in ("NotFound", "")
+
+    @property
+    def is_permanent(self) -> bool:
+        """The same request will be refused again: a person has to change something."""
+        return self.status in (400, 403, 404, 405, 415, 422) and "exceeded quota" not in self.message
 
 
 class SupervisorError(OrchestratorError):

@@ -115,7 +115,8 @@ class WebSocketConnector:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
-        self._trusted = client_context(settings.identity.certificate if settings.identity else None)
+        own = settings.identity.certificate if settings.identity else None
+        self._trusted = client_context(settings.supervisor_certificate or own)
 
     async def __call__(self) -> FrameSocket:
         """See `agent.link.Connect`."""

@@ -1,4 +1,4 @@
-"""What a node's agent is told when it starts: JSON on standard input, because it holds the token."""
+"""What a node's agent is told when it starts: JSON on standard input or in a private file, since it holds the token."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class AgentSettings(BaseModel):
     """Where the supervisor that runs writes its address, token and pid (JSON); it takes the place of the URL above."""
     identity: Identity | None = None
     """Certificate and key of this run, where its ports are on more hosts than this one; None: all is on loopback."""
+    supervisor_certificate: str | None = None
+    """What the supervisor's port is known by (PEM), where that is not the run's own certificate."""
     address: str = "127.0.0.1"
     """Where other nodes reach this one; workers rendezvous there."""
     staging: Path

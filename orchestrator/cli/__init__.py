@@ -30,6 +30,7 @@ VERBS: Mapping[str, str] = {
     "checkpoints": "List, show and verify checkpoints.",
     "check": "Check this machine, the store and the staging folder.",
     "drill": "Rehearse failures and notices.",
+    "controller": "Keep the training jobs of a Kubernetes cluster.",
     "simulate": "Replay a spot trace: what would be left of the machines' time?",
     "demo": "Lose a machine in the middle of a small training and resume exactly.",
 }

@@ -104,7 +104,8 @@ def consider(turn: Turn) -> None:
         return
     if rollback.has_to_wait(turn):
         return
-    members = order(available=job.available, previous=job.gang.nodes if job.gang else ())[: size.count]
+    previous = job.gang.nodes if job.gang else ()
+    members = order(available=job.available, previous=previous, places=job.places)[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
     members = (opener, *(name for name in members if name != opener))  # rank 0 is where its workers meet
     turn.set(members=members, opener=opener)

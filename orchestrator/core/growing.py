@@ -64,5 +64,5 @@ def _could_join(turn: Turn) -> list[str]:
     assert job.gang is not None
     members = set(job.gang.nodes)
     sound = [name for name in job.available if name not in job.condemned]
-    chosen = order(available=sound, previous=job.gang.nodes)[: _size(turn)]
+    chosen = order(available=sound, previous=job.gang.nodes, places=job.places)[: _size(turn)]
     return [node for node in chosen if node not in members]

@@ -47,6 +47,7 @@ from orchestrator.core.messages import (
     LossReported,
     NodeJoined,
     NodeLost,
+    NodePlaced,
     NodesFound,
     NodeUnfit,
     NoticeReceived,
@@ -96,6 +97,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             forming.on_node_joined(turn, event)
         case NodeUnfit():
             forming.on_node_unfit(turn, event)
+        case NodePlaced():
+            turn.set(places={**turn.job.places, event.node: event.place})
         case NodesFound():
             returning.on_nodes_found(turn, event)
         case NodeLost():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from orchestrator.core.wording import counted
 
@@ -91,12 +92,17 @@ def choose_size(
     return Size(count=count, could_grow=count < largest, reason=reason)
 
 
-def order(*, available: Sequence[str], previous: Sequence[str]) -> tuple[str, ...]:
-    """The nodes in the order in which they get ranks: survivors first, so that they keep their ranks' order."""
+def order(
+    *, available: Sequence[str], previous: Sequence[str], places: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """The nodes in the order in which they get ranks: survivors first, so that they keep their ranks' order.
+
+    Newcomers that stand near each other get ranks beside each other; those of which that is not known come first.
+    """
     there = set(available)
     survivors = [node for node in previous if node in there]
     newcomers = there.difference(survivors)
-    return (*survivors, *sorted(newcomers, key=lambda node: (len(node), node)))
+    return (*survivors, *sorted(newcomers, key=lambda node: (places.get(node, ""), len(node), node)))
 
 
 def largest_allowed(nodes: int, workers_per_node: int, allowed_world_sizes: Sequence[int] | None) -> int:

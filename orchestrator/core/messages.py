@@ -142,6 +142,15 @@ class NodeUnfit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlaced:
+    """Where a node stands, as the scheduler knows it: nodes with the same place are near each other."""
+
+    node: str
+    place: str
+    """From wide to narrow, as zone/block/domain; orders newcomers' ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodesFound:
     """Nodes that an earlier supervisor of this run left running, as the scheduler sees them."""
 
@@ -513,6 +522,7 @@ class Tick:
 Event = (
     NodeJoined
     | NodeUnfit
+    | NodePlaced
     | NodesFound
     | NodeLost
     | NoticeReceived

@@ -247,6 +247,8 @@ class Job(Changeable):
     wanted_nodes: int = 0
     nodes_requested: int = 0
     nodes: Mapping[str, Node] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where nodes stand, of those of which it is known; names are never given twice."""
     going: frozenset[str] = frozenset()
     """The nodes that a notice has named."""
     condemned: frozenset[str] = frozenset()

@@ -47,7 +47,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[Status], float | None]]] = MappingProx
 
 
 class Metrics:
-    """One supervisor's, apart from every other's in this process."""
+    """Those of one port, apart from every other's in this process: of one job, or of all that a controller has."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -58,10 +58,12 @@ class Metrics:
         """Count an event."""
         self._events.labels(job, kind).inc()
 
-    def text(self, status: Status) -> bytes:
-        """All of them in Prometheus' format, as the status is now."""
+    def text(self, *statuses: Status) -> bytes:
+        """All of them in Prometheus' format, as the jobs are now; one that is not named any more has no gauges."""
         for name, (_, value_of) in GAUGES.items():
-            value = value_of(status)
-            if value is not None:
-                self._gauges[name].labels(status["job"]).set(value)
+            self._gauges[name].clear()
+            for status in statuses:
+                value = value_of(status)
+                if value is not None:
+                    self._gauges[name].labels(status["job"]).set(value)
         return generate_latest(self._registry)

@@ -1,4 +1,8 @@
-"""The supervisor's port: agents by WebSocket, verbs and metrics by HTTP. Every request needs the token."""
+"""The supervisor's port: agents by WebSocket, verbs and metrics by HTTP. Every request needs the token.
+
+`SupervisorApi` answers; `SupervisorServer` is a port of its own for one supervisor. A controller has one port for all
+of its supervisors (`controller.port`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class SupervisorServer:
     def __init__(
         self, supervisor: Supervisor, token: str, *, address: str = "127.0.0.1", identity: Identity | None = None
     ) -> None:
-        self._supervisor = supervisor
+        self._api = SupervisorApi(supervisor)
         self._address = address
         self._identity = identity
         self.token = token
@@ -36,15 +40,7 @@ class SupervisorServer:
     async def start(self) -> str:
         """Listen; returns the URL."""
         app = web.Application(middlewares=[token_middleware(self.token)])
-        app.add_routes(
-            [
-                web.get("/agent", self._agent),
-                web.get("/status", self._status),
-                web.get("/metrics", self._tell_metrics),
-                web.post("/requests", self._request),
-                web.post("/notices", self._notice),
-            ]
-        )
+        app.add_routes([*self._api.routes(), web.get("/metrics", self._tell_metrics)])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._address, 0, ssl_context=server_context(self._identity)).start()
@@ -56,6 +52,33 @@ class SupervisorServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    def count(self, record: EventRecord) -> None:
+        """Count an event."""
+        self._metrics.count(record.job, record.kind)
+
+    async def _tell_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(self._api.status()), content_type="text/plain")
+
+
+class SupervisorApi:
+    """What agents and verbs may ask of one supervisor."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def routes(self) -> list[web.RouteDef]:
+        """Who serves them asks for the token first."""
+        return [
+            web.get("/agent", self._agent),
+            web.get("/status", self._status),
+            web.post("/requests", self._request),
+            web.post("/notices", self._notice),
+        ]
+
+    def status(self) -> dict[str, Any]:
+        """What the job is doing."""
+        return self._supervisor.status()
+
     async def _agent(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=FRAME_BYTES_MAX)
         await socket.prepare(request)
@@ -66,13 +89,6 @@ class SupervisorServer:
 
     async def _status(self, _: web.Request) -> web.Response:
         return web.json_response(self._supervisor.status())
-
-    async def _tell_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(self._supervisor.status()), content_type="text/plain")
-
-    def count(self, record: EventRecord) -> None:
-        """Count an event."""
-        self._metrics.count(record.job, record.kind)
 
     async def _request(self, request: web.Request) -> web.Response:
         try:

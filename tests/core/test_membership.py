@@ -85,3 +85,19 @@ def test_whatever_is_available_the_choice_keeps_its_promises(seed: int) -> None:
         assert allowed is None or len(chosen) * workers in allowed
         survivors = [node for node in previous if node in available]
         assert list(chosen)[: len(survivors)] == survivors[: len(chosen)]
+
+
+@pytest.mark.parametrize(
+    ("previous", "places", "expected"),
+    [
+        ([], {}, ("a", "b", "c", "d")),
+        ([], {"a": "z1/x", "b": "z2/y", "c": "z1/x", "d": "z2/x"}, ("a", "c", "d", "b")),
+        (["d", "a"], {"a": "z1", "b": "z2", "c": "z1", "d": "z2"}, ("d", "a", "c", "b")),
+        ([], {"a": "z1"}, ("b", "c", "d", "a")),
+    ],
+    ids=["not known", "near ones together", "survivors keep theirs", "one is known"],
+)
+def test_newcomers_that_stand_together_get_ranks_together(
+    previous: list[str], places: dict[str, str], expected: tuple[str, ...]
+) -> None:
+    assert order(available=["d", "b", "a", "c"], previous=previous, places=places) == expected

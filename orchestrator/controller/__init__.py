@@ -1,0 +1,1 @@
+"""The Kubernetes controller: TrainingJobs in, supervised jobs out. `crd` and `reconcile` are pure."""

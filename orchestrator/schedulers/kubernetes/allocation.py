@@ -1,0 +1,302 @@
+"""Pods as nodes: made when nodes are asked for, deleted when they are given back, lost when the cluster says so.
+
+Pods of one mass loss are asked for at once. A pod that the API server refuses is tried again, ever later; what it said
+is kept for the job's conditions. One that finds no place for too long is made again on other terms, if there are such.
+A pod whose host does not answer stays in deletion for ever; once its grace is over it counts as lost, whatever still
+runs there: its generation is over, and no supervisor lets it in again.
+
+The supervisor's controller feeds `observe` from its watch of pods; nothing is asked here that it already tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import string
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.clock import Clock
+from orchestrator.errors import KubernetesError
+from orchestrator.schedulers.base import NodeInfo, OnLost
+from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
+from orchestrator.schedulers.kubernetes.pods import Pod, PodPlan, read_pod, render_pod
+from orchestrator.schedulers.kubernetes.watching import path_of
+
+LOOK_SECONDS = 1.0
+STOP_SECONDS = 10.0
+"""For agents that were dismissed to end by themselves."""
+OVERDUE_SECONDS = 10.0
+"""A pod that is still there so long after its grace has a host that does not answer."""
+REFUSED_SECONDS_FIRST = 1.0
+REFUSED_SECONDS_MAX = 60.0
+"""Between two attempts to create a pod that was refused."""
+ENDED_KEPT = 8
+"""Pods that have ended and are kept for their output."""
+_LETTERS = string.ascii_lowercase + string.digits
+
+
+@dataclass(kw_only=True)
+class _Node:
+    pod: Pod
+    released: bool = False
+    falls_back: bool = False
+
+
+class KubernetesAllocation:
+    """A run's pods. See `schedulers.base.Scheduler`."""
+
+    def __init__(
+        self,
+        *,
+        client: KubernetesClient,
+        plan: PodPlan,
+        clock: Clock,
+        patience_seconds: float,
+        grace_seconds: Callable[[], float] = lambda: 0.0,
+        staging_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`grace_seconds` and `staging_bytes` say what was measured when a pod is made."""
+        self._client = client
+        self._plan = plan
+        self._clock = clock
+        self._patience_seconds = patience_seconds
+        self._grace_seconds = grace_seconds
+        self._staging_bytes = staging_bytes
+        self._nodes: dict[str, _Node] = {}
+        self._spares: list[str] = []
+        """Pods of this run that an earlier supervisor asked for and that have not started yet."""
+        self._ended: dict[str, None] = {}
+        self._wanted = 0
+        self._creating: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._on_lost: OnLost = lambda node, reason: None
+        self._stopping = False
+        self.refusal: KubernetesError | None = None
+        """Why the last pod could not be made; None: it could."""
+        self.abandoned = False
+        """Another controller goes on with these pods: `stop` leaves them as they are."""
+
+    # ------------------------------------------------------------------------------------------- the port
+
+    async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
+        """Those of this run's pods that run report to this supervisor; those that wait are used when nodes are wanted.
+
+        URL and token are in the run's Secret already. `observe` has to have told of all pods that there are.
+        """
+        self._on_lost = on_lost
+        self._spawn(self._look_for_ever())
+        running = [name for name, node in self._nodes.items() if node.pod.phase == "Running" and not node.pod.deleting]
+        self._spares = [name for name, node in self._nodes.items() if name not in running and not node.pod.deleting]
+        for name in [name for name, node in self._nodes.items() if node.pod.deleting and name not in running]:
+            self._release(name)
+        return tuple(running)
+
+    def request(self, count: int) -> None:
+        """That many pods more, at once."""
+        taken, self._spares = self._spares[:count], self._spares[count:]
+        self._wanted += count - len(taken)
+        if self._wanted > 0 and (self._creating is None or self._creating.done()):
+            self._creating = self._spawn(self._create_wanted())
+
+    def release(self, node: str) -> None:
+        """The agent was dismissed and ends by itself; its pod is deleted, so one that does not is ended."""
+        if node in self._nodes:
+            self._release(node)
+
+    def lose(self, node: str, after_seconds: float) -> None:
+        """Delete the pod without any grace, after that time."""
+        if node in self._nodes:
+            self._spawn(self._lose_later(node, after_seconds))
+
+    def nodes(self) -> list[NodeInfo]:
+        """Pods that there are. Their processes are not this host's."""
+        return [NodeInfo(node=name, pid=None) for name, node in self._nodes.items() if not node.released]
+
+    async def stop(self) -> None:
+        """Let dismissed agents end, then delete what is left; nothing, if another controller goes on with it."""
+        self._stopping = True
+        self._wanted = 0
+        if not self.abandoned:
+            for node in self._nodes.values():
+                node.released = True
+            until = self._clock.monotonic() + STOP_SECONDS
+            while self._nodes and self._clock.monotonic() < until:
+                await asyncio.sleep(0.05)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self.abandoned:
+            await asyncio.gather(*(self._delete(node.pod) for node in list(self._nodes.values())))
+
+    # ------------------------------------------------------------------------------------------ what is seen
+
+    def observe(self, found: Object, gone: bool) -> None:
+        """A pod of this job as it is, or was, and whether it is gone."""
+        pod = read_pod(found)
+        if pod.run != self._plan.run:
+            return
+        node = self._nodes.get(pod.name)
+        if node is None:
+            if gone or pod.name in self._ended or not pod.lives:
+                return
+            node = self._nodes[pod.name] = _Node(pod=pod)
+        node.pod = pod
+        if gone:
+            self._end(pod.name, pod.ended or "its pod was deleted")
+        elif pod.ended:
+            self._end(pod.name, pod.ended)
+
+    def waiting(self) -> Iterable[Pod]:
+        """Pods that do not run yet."""
+        return [node.pod for node in self._nodes.values() if node.pod.phase == "Pending"]
+
+    def runs(self) -> bool:
+        """Whether any pod has come to run, or an agent of it may still work."""
+        return any(node.pod.phase != "Pending" for node in self._nodes.values())
+
+    def _end(self, name: str, reason: str) -> None:
+        node = self._nodes.pop(name)
+        self._spares = [spare for spare in self._spares if spare != name]
+        self._ended[name] = None
+        if node.pod.ended:
+            self._spawn_unless_stopped(self._forget_old())
+        if not node.released:
+            self._on_lost(name, reason)
+
+    async def _forget_old(self) -> None:
+        """Of pods that have ended, the newest few are kept for their output."""
+        while len(self._ended) > ENDED_KEPT:
+            name = next(iter(self._ended))
+            del self._ended[name]
+            await self._try_delete(name, None)
+
+    # ------------------------------------------------------------------------------------------- what is done
+
+    async def _create_wanted(self) -> None:
+        pause = REFUSED_SECONDS_FIRST
+        while self._wanted > 0:
+            made = await asyncio.gather(*(self._create() for _ in range(self._wanted)))
+            self._wanted -= sum(made)
+            if all(made):
+                self.refusal = None
+                pause = REFUSED_SECONDS_FIRST
+                continue
+            asked = self.refusal.retry_after_seconds if self.refusal is not None else None
+            await asyncio.sleep(max(pause, min(asked or 0.0, REFUSED_SECONDS_MAX)))
+            pause = min(2 * pause, REFUSED_SECONDS_MAX)
+
+    async def _create(self, *, falls_back: bool = False) -> bool:
+        """Whether a pod was made. One of which that is not known has a name of its own: it is seen, if it is there."""
+        name = pod_name(self._plan.owner.name)
+        pod = render_pod(
+            self._plan,
+            name,
+            grace_seconds=self._grace_seconds(),
+            staging_bytes=self._staging_bytes(),
+            falls_back=falls_back,
+        )
+        try:
+            made = await asyncio.to_thread(self._client.create, path_of("pods", self._plan.owner.namespace), pod)
+        except KubernetesError as error:
+            self.refusal = error
+            return name in self._nodes  # the answer was lost, and the watch was quicker
+        if name not in self._nodes and name not in self._ended:
+            self._nodes[name] = _Node(pod=read_pod(made), falls_back=falls_back)
+        elif falls_back and name in self._nodes:
+            self._nodes[name].falls_back = True
+        return True
+
+    def _release(self, name: str) -> None:
+        node = self._nodes[name]
+        if not node.released:
+            node.released = True
+            self._spawn_unless_stopped(self._delete_later(node.pod))
+
+    async def _delete_later(self, pod: Pod) -> None:
+        """An agent that was dismissed is given a moment; one that waits for a place has nothing to end."""
+        until = self._clock.monotonic() + (STOP_SECONDS if pod.phase == "Running" else 0.0)
+        while pod.name in self._nodes and self._clock.monotonic() < until:
+            await asyncio.sleep(0.1)
+        if pod.name in self._nodes:
+            await self._delete(pod)
+
+    async def _lose_later(self, name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self._try_delete(name, 0)
+
+    async def _delete(self, pod: Pod) -> None:
+        await self._try_delete(pod.name, 1)
+
+    async def _try_delete(self, name: str, grace_seconds: int | None) -> None:
+        path = path_of("pods", self._plan.owner.namespace, name)
+        for pause in (0.5, 2.0, 8.0, 0.0):
+            try:
+                await asyncio.to_thread(self._client.delete, path, grace_seconds=grace_seconds)
+                return
+            except KubernetesError:  # it stays, and is looked at again: its TrainingJob's end takes it along at last
+                await asyncio.sleep(pause)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = self._clock.wall()
+            for name, node in list(self._nodes.items()):
+                if is_overdue(node.pod, now):
+                    self._end(
+                        name, f"its pod is being deleted, and its host {node.pod.host} does not say that it ended"
+                    )
+                elif self._has_waited(node, now):
+                    self._replace(name, node)
+
+    def _has_waited(self, node: _Node, now_wall_seconds: float) -> bool:
+        pod = node.pod
+        waits = pod.phase == "Pending" and pod.unschedulable and not node.released and not node.falls_back
+        since = pod.created_wall_seconds
+        return bool(
+            waits
+            and self._plan.fallback is not None
+            and since is not None
+            and now_wall_seconds - since > self._patience_seconds
+        )
+
+    def _replace(self, name: str, node: _Node) -> None:
+        """By a pod on other terms. For the job it is the same wish, so nothing is lost by it."""
+        node.released = True
+        self._spawn(self._try_delete(name, 0))
+        self._spawn(self._create_fallback())
+
+    async def _create_fallback(self) -> None:
+        pause = REFUSED_SECONDS_FIRST
+        while not await self._create(falls_back=True):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, REFUSED_SECONDS_MAX)
+
+    def _spawn_unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._stopping:
+            work.close()
+        else:
+            self._spawn(work)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def pod_name(job: str) -> str:
+    """A name that no pod of the job has had."""
+    return f"{job[:57].rstrip('-.')}-{''.join(secrets.choice(_LETTERS) for _ in range(5))}"
+
+
+def is_overdue(pod: Pod, now_wall_seconds: float) -> bool:
+    """Whether a pod should be gone by now. Wall clocks of two machines are compared: the slack is for that. Pure."""
+    at = pod.gone_at_wall_seconds
+    return pod.deleting and at is not None and now_wall_seconds > at + OVERDUE_SECONDS
+
+
+def pods_of(objects: Mapping[tuple[str, str], Object], run: str) -> list[Pod]:
+    """The pods of a run among others."""
+    return [pod for pod in map(read_pod, objects.values()) if pod.run == run]
