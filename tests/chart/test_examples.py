@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from orchestrator.schedulers.kubernetes.pods import merged
 from tests.chart.chart import CHART, ROOT
 
 EXAMPLES = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
@@ -28,19 +28,6 @@ def job(file: Path) -> dict[str, Any]:
 
 def named(file: Path, kind: str) -> set[str]:
     return {one["metadata"]["name"] for one in objects(file) if one["kind"] == kind}
-
-
-def merged(target: Any, patch: Any) -> Any:
-    """RFC 7396."""
-    if not isinstance(patch, dict):
-        return patch
-    result = copy.deepcopy(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merged(result.get(key), value)
-    return result
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda file: file.name)
