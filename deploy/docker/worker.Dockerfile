@@ -4,7 +4,7 @@
 #   FROM HOST/PATH/orchestrator-worker:0.1.0
 #   COPY train.py /work/
 #
-# BASE needs torch 2.6 or newer in the python3 that is first on its PATH, Python 3.11 or newer, and a libc for which there are wheels.
+# BASE is a Debian or Ubuntu with torch 2.6 or newer in the python3 that is first on its PATH, Python 3.11 or newer.
 # Works with a read-only root filesystem. What has to be writable: /tmp, /dev/shm (staged shards: as large as two copies of what a node's ranks
 # save, the controller makes it a volume in memory) and /var/log/orchestrator (the workers' output); besides, what your script writes.
 
@@ -14,6 +14,10 @@ FROM ${BASE}
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 USER 0:0
 WORKDIR /tmp/source
+# tini as PID 1 collects what workers leave behind (a data loader's processes, when its worker was killed) and passes SIGTERM on.
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends tini \
+ && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE deploy/docker/worker-requirements.txt ./
 COPY orchestrator ./orchestrator
 # The base's torch stays: --no-deps, and a check that it is there and new enough. It is not imported: a build has no device.
@@ -33,7 +37,7 @@ ENV HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 WORKDIR /work
-# In a job the controller gives the command: the agent is PID 1, gets SIGTERM itself and ends its workers. Exec form, so that
-# the same holds for what is started by hand.
-ENTRYPOINT []
+# In a job the controller gives the command, after the one of the TrainingJob's first container: `command: [tini, --, python3]`. Exec form: no
+# shell in between, so SIGTERM reaches the agent, which ends its workers.
+ENTRYPOINT ["tini", "--"]
 CMD ["python3", "-m", "orchestrator", "--help"]

@@ -62,7 +62,8 @@ def test_the_pod_s_parts_fit(example: Path) -> None:
     mounts = {one["name"] for one in spec["containers"][0].get("volumeMounts", [])}
     assert mounts == {one["name"] for one in spec.get("volumes", [])}
     assert {spec.get("serviceAccountName", "")} - {""} <= named(example, "ServiceAccount")
-    assert not spec["containers"][0].keys() & {"command", "args"}  # the controller gives it
+    assert spec["containers"][0]["command"] == ["tini", "--", "python3"]  # the controller adds the agent
+    assert "args" not in spec["containers"][0]
     if job(example)["store"].startswith("/"):
         assert job(example)["store"] in {one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
 
