@@ -119,8 +119,17 @@ def connect(job: str) -> SupervisorClient:
         raise SupervisorError(absence.words) from error
 
 
-def ask_to_end(job: str, request: str, what_happens: str, *, wait_seconds: float | None) -> None:
+def ask_to_end(job: str, request: str, what_happens: str, *, wait_seconds: float | None, namespace: str | None) -> None:
     """Send a request after which the job ends; wait for its end for a limited time, or not at all (None)."""
+    from orchestrator.cli import kubernetes
+
+    found = kubernetes.find(job, namespace)
+    if found is not None:
+        found.request(request)
+        say(f"accepted: the job {job!r} {what_happens}")
+        if wait_seconds is not None:
+            say(f"the job {job!r} has ended: {found.wait_until_ended(wait_seconds)}")
+        return
     client = connect(job)
     client.request(request)
     say(f"accepted: the job {job!r} {what_happens}")

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.cli import kubernetes
 from orchestrator.cli.client import SupervisorClient, this_user
+from orchestrator.cli.kubernetes import Namespace
 from orchestrator.cli.terminal import say
 from orchestrator.core.wording import counted
 
@@ -30,6 +32,7 @@ def rollback(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Also if the job belongs to a run elsewhere; that one stops.")
     ] = False,
+    namespace: Namespace = None,
 ) -> None:
     """Go on from the checkpoint of STEP. What was trained after it is left behind, and is never resumed from again.
 
@@ -39,6 +42,11 @@ def rollback(
     from orchestrator.checkpoint.rollback import left_behind, rollback_target
     from orchestrator.cli.checkpoints import open_job
 
+    found = kubernetes.find(job, namespace)
+    if found is not None:
+        found.request("rollback", step=step)
+        say(f"accepted: the job {job!r} ends its generation and goes on from step {step}; its events say if it cannot")
+        return
     state = _state_of(job, store)
     catalog = survey(open_job(state.job_url, None))
     left = left_behind(catalog, step)

@@ -77,7 +77,13 @@ def run(
         str | None, typer.Option(metavar="FOLDER", help="Folder in memory for staged shards; /dev/shm if not given.")
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Where nodes come from: local or slurm.")
+        str | None, typer.Option(metavar="NAME", help="Where nodes come from: local, slurm or kubernetes.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Kubernetes: the pods' template (YAML): image, resources.")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Kubernetes: where the TrainingJob is made.")
     ] = None,
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="OPTION", help="Slurm: an option of sbatch, as --gres=gpu:8; several.")
@@ -118,6 +124,8 @@ def run(
         "scheduler": scheduler,
         "sbatch": tuple(sbatch) if sbatch else None,
         "srun": tuple(srun) if srun else None,
+        "template": template,
+        "namespace": namespace,
     }
     if json_output and not dry_run:
         raise ConfigError("--json belongs to --dry-run; events as JSON lines come with --json-events")
@@ -126,6 +134,10 @@ def run(
         from orchestrator.cli import slurm
 
         raise typer.Exit(slurm.run(settings, slurm.Asked(given=given, config=config, dry_run=dry_run), take_over, talk))
+    if settings.scheduler == "kubernetes":
+        from orchestrator.cli import kubernetes
+
+        raise typer.Exit(kubernetes.run(settings, take_over=take_over, dry_run=dry_run, as_json=json_output, talk=talk))
     check_before_start(settings)
     if dry_run:
         _print_plan(settings, as_json=json_output)

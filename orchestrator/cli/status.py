@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
+from orchestrator.cli import kubernetes
 from orchestrator.cli.client import SupervisorClient, connect
+from orchestrator.cli.kubernetes import Namespace
 from orchestrator.cli.terminal import duration_text, facts, output, print_json, say, table
 from orchestrator.core.wording import counted
 from orchestrator.errors import SupervisorError
@@ -22,10 +24,16 @@ def status(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="The job's name; without it: all jobs.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until the job ends.")] = False,
+    namespace: Namespace = None,
 ) -> None:
     """Show what a running job is doing: phase, step, newest checkpoint, nodes and ranks. Of one that ended: how."""
     if job is None:
         _list_jobs(json_output=json_output)
+        return
+    found = kubernetes.find(job, namespace)
+    if found is not None:
+        while kubernetes.show(found, as_json=json_output) and watch:
+            time.sleep(WATCH_SECONDS)
         return
     try:
         client = connect(job)

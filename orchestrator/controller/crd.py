@@ -78,6 +78,11 @@ class TrainingJobSpec(JobSettings):
         return JobConfig(job=name, nodes=f"{self.nodes_min}:{self.nodes_max}", scheduler="kubernetes", **settings)
 
 
+def spelt(name: str) -> str:
+    """A setting's name as it is written in a TrainingJob."""
+    return to_camel(name)
+
+
 def read_spec(spec: object) -> TrainingJobSpec:
     """A TrainingJob's spec. Raises ConfigError with everything that is wrong with it, by the user's own names."""
     try:

@@ -108,15 +108,15 @@ def reconcile(seen: Seen) -> Decision:
 
 def _about_hosted(seen: Seen, hosted: Hosted) -> Decision:
     if seen.spec is not None and seen.spec.cancel and not hosted.cancelling:
-        return Decision(act=Act.CANCEL, reason="spec.cancel is true")
+        return Decision(act=Act.CANCEL, reason="spec.cancel")
     if hosted.ending:
         return Decision(act=Act.NOTHING, reason="it ends")
     if seen.deleting:
-        return Decision(act=Act.DRAIN, reason="the TrainingJob is deleted")
+        return Decision(act=Act.DRAIN, reason="the deletion of its TrainingJob")
     if seen.spec is None:
         return Decision(act=Act.NOTHING, reason="; ".join(seen.problems))
     if seen.spec.suspend:
-        return Decision(act=Act.DRAIN, reason="spec.suspend is true")
+        return Decision(act=Act.DRAIN, reason="spec.suspend")
     if seen.rollback_to is not None:
         step = int(seen.rollback_to) if seen.rollback_to.isdecimal() and len(seen.rollback_to) < 19 else None
         return Decision(act=Act.ROLL_BACK, reason=f"annotation rollback-to: {seen.rollback_to}", number=step)
@@ -285,6 +285,7 @@ def ended_status(
 ) -> Object:
     """The status after a run has ended."""
     conditions = Conditions(before, edited, now_wall)
+    conditions.drop("PodsReady")
     conditions.put("Training", "False", state, reason)
     if state == "Done":
         conditions.put("Complete", "True", "Done", reason)
@@ -343,6 +344,10 @@ class Conditions:
             "lastTransitionTime": since,
             "observedGeneration": self._edited,
         }
+
+    def drop(self, kind: str) -> None:
+        """It means nothing any more."""
+        self._found.pop(kind, None)
 
     def all(self) -> list[Object]:
         """In order of their types."""

@@ -117,6 +117,17 @@ class StateFolder:
         """Which of Slurm's jobs this one was submitted as last: for `status` while it does not run."""
         _write_private(self.path / "slurm.json", json.dumps({"job_id": job_id}))
 
+    def note_cluster_job(self, namespace: str) -> None:
+        """The job is a TrainingJob in that namespace of a Kubernetes cluster: for the verbs."""
+        _write_private(self.path / "kubernetes.json", json.dumps({"namespace": namespace}))
+
+    def cluster_job(self) -> str | None:
+        """See `note_cluster_job`."""
+        try:
+            return str(json.loads((self.path / "kubernetes.json").read_text())["namespace"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def slurm_job(self) -> str | None:
         """See `note_slurm_job`."""
         try:
