@@ -7,35 +7,31 @@ names a context of the kubeconfig (kind, k3s), that cluster is used and nothing 
 
 from __future__ import annotations
 
-import base64
 import datetime
-import http.client
 import ipaddress
 import json
 import os
 import secrets
 import shutil
 import signal
-import ssl
 import subprocess
 import time
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from tests.kubernetes.rest import Api
 from tests.slurm_cluster import free_ports
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 ASSETS_VARIABLE, CONTEXT_VARIABLE = "KUBE_ASSETS", "KUBE_TEST_CONTEXT"
 READY_SECONDS = 50.0
-REQUEST_SECONDS = 20.0
 NODE_GRACE_SECONDS = 8
 """A node whose Lease is older is lost. 50 by default: a test would wait long."""
 CONTROLLERS = (
@@ -68,87 +64,18 @@ class CannotStartError(Exception):
     """The programs are there, and do not come up on this machine: why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """How to reach a cluster as an administrator."""
-
-    url: str
-    ca: str
-    """PEM; empty: the system's authorities."""
-    token: str | None
-    """None: by `certificate`."""
-    certificate: tuple[Path, Path] | None = None
-    """A client's certificate and key."""
-
-    def request(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json"
-    ) -> tuple[int, Any]:
-        """Status and decoded answer; the text, if it is not JSON."""
-        where = urllib.parse.urlsplit(self.url)
-        context = ssl.create_default_context(cadata=self.ca or None)
-        context.verify_flags &= ~ssl.VerifyFlags.VERIFY_X509_STRICT  # from Python 3.13 on: clusters' own are not strict
-        if self.certificate is not None:
-            context.load_cert_chain(*self.certificate)
-        headers = {"Content-Type": content_type, "Accept": "application/json"}
-        if self.token is not None:
-            headers["Authorization"] = f"Bearer {self.token}"
-        connection = http.client.HTTPSConnection(
-            where.hostname or "", where.port, timeout=REQUEST_SECONDS, context=context
-        )
-        try:
-            connection.request(
-                method, where.path.rstrip("/") + path, None if body is None else json.dumps(body), headers
-            )
-            response = connection.getresponse()
-            text = response.read().decode()
-        finally:
-            connection.close()
-        try:
-            return response.status, json.loads(text)
-        except ValueError:
-            return response.status, text
-
-    def kubeconfig(self) -> dict[str, Any]:
-        """A kubeconfig of one context, as kubectl, helm and the SDKs read it."""
-        cluster: dict[str, Any] = {"server": self.url}
-        if self.ca:
-            cluster["certificate-authority-data"] = base64.b64encode(self.ca.encode()).decode()
-        user: dict[str, Any] = {} if self.token is None else {"token": self.token}
-        if self.certificate is not None:
-            user = {"client-certificate": str(self.certificate[0]), "client-key": str(self.certificate[1])}
-        return {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "test", "cluster": cluster}],
-            "users": [{"name": "test", "user": user}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "default"}}],
-            "current-context": "test",
-        }
-
-
 @dataclass(kw_only=True)
 class ControlPlane:
-    """A running control plane. `folder` holds its logs, its data and `kubeconfig`."""
+    """A running control plane. `folder` holds its logs, its data and its certificates."""
 
     folder: Path
-    access: Access
+    api: Api
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
-    def url(self) -> str:
-        return self.access.url
-
-    @property
-    def token(self) -> str | None:
-        return self.access.token
-
-    @property
-    def ca(self) -> str:
-        return self.access.ca
-
-    @property
-    def kubeconfig(self) -> Path:
-        return self.folder / "kubeconfig"
+    def ours(self) -> bool:
+        """Whether it ends with us, and everything in it."""
+        return bool(self.processes)
 
     def all_well(self) -> bool:
         """Whether every process still runs."""
@@ -172,11 +99,11 @@ class ControlPlane:
         """Start everything; wait until the API server is ready and pods can be created in `default`."""
         until = time.monotonic() + READY_SECONDS
         self._spawn("etcd", *_etcd(self.folder / "etcd", *etcd_ports))
-        self._spawn("kube-apiserver", *_api_server(self.folder, self.url, etcd_ports[0]))
+        self._spawn("kube-apiserver", *_api_server(self.folder, self.api.url, etcd_ports[0]))
         self._wait_for("/readyz", until)
         for name in ("kube-controller-manager", "kube-scheduler"):
-            access = Access(url=self.url, ca=self.ca, token=tokens[name])
-            _write_secret(self.folder / f"{name}.kubeconfig", json.dumps(access.kubeconfig()))
+            config = replace(self.api, token=tokens[name]).kubeconfig()
+            _write_secret(self.folder / f"{name}.kubeconfig", json.dumps(config))
         self._spawn("kube-controller-manager", *_controller_manager(self.folder))
         self._spawn("kube-scheduler", *_scheduler(self.folder))
         self._wait_for("/api/v1/namespaces/default/serviceaccounts/default", until)
@@ -192,7 +119,7 @@ class ControlPlane:
 
     def _answers(self, path: str) -> bool:
         try:
-            return self.access.request("GET", path)[0] == 200
+            return self.api.request("GET", path)[0] == 200
         except OSError:
             return False
 
@@ -233,17 +160,15 @@ def running_control_plane(folder: Path) -> Iterator[ControlPlane]:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     context = os.environ.get(CONTEXT_VARIABLE)
     if context:
-        plane = ControlPlane(folder=folder, access=_access_by_kubeconfig(context))
-        _write_secret(plane.kubeconfig, json.dumps(plane.access.kubeconfig()))
-        yield plane
+        yield ControlPlane(folder=folder, api=_api_by_kubeconfig(context))
         return
     port, *etcd_ports = free_ports(3)
     tokens = {name: secrets.token_hex(16) for name in USERS}
     lines = [f'{tokens[name]},{user},{user},"{group}"' for name, (user, group) in USERS.items()]
     _write_secret(folder / "tokens.csv", "\n".join(lines) + "\n")
-    access = Access(url=f"https://127.0.0.1:{port}", ca=_write_certificates(folder), token=tokens["admin"])
-    plane = ControlPlane(folder=folder, access=access)
-    _write_secret(plane.kubeconfig, json.dumps(access.kubeconfig()))
+    ca = _write_certificates(folder)
+    api = Api(url=f"https://127.0.0.1:{port}", ca=ca, token=tokens["admin"])
+    plane = ControlPlane(folder=folder, api=api)
     try:
         try:
             plane.start((etcd_ports[0], etcd_ports[1]), tokens)
@@ -254,16 +179,16 @@ def running_control_plane(folder: Path) -> Iterator[ControlPlane]:
         plane.stop()
 
 
-def _access_by_kubeconfig(context: str) -> Access:
+def _api_by_kubeconfig(context: str) -> Api:
     """The user's own cluster, with whatever the kubeconfig says (tokens, certificates, programs to run)."""
     from kubernetes import client, config
 
     settings = client.Configuration()
     config.load_kube_config(context=context, client_configuration=settings)
     words = settings.get_api_key_with_prefix("BearerToken") or settings.get_api_key_with_prefix("authorization") or ""
-    return Access(
+    return Api(
         url=settings.host,
-        ca=Path(settings.ssl_ca_cert).read_text() if settings.ssl_ca_cert else "",
+        ca=Path(settings.ssl_ca_cert) if settings.ssl_ca_cert else None,
         token=words.removeprefix("Bearer ") or None,
         certificate=(Path(settings.cert_file), Path(settings.key_file)) if settings.cert_file else None,
     )
@@ -318,8 +243,8 @@ def _scheduler(folder: Path) -> list[str]:
 # -- certificates ----------------------------------------------------------------------------------------
 
 
-def _write_certificates(folder: Path) -> str:
-    """An authority, the API server's certificate by it, a key for service accounts' tokens; the authority's PEM."""
+def _write_certificates(folder: Path) -> Path:
+    """An authority, the API server's certificate by it, a key for service accounts' tokens; the authority's path."""
     authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     authority = _certificate("test-ca", authority_key.public_key(), None, authority_key)
     server = _certificate("kube-apiserver", server_key.public_key(), authority, authority_key)
@@ -330,7 +255,7 @@ def _write_certificates(folder: Path) -> str:
             serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
         )
         _write_secret(folder / f"{name}.key", pem.decode())
-    return (folder / "ca.crt").read_text()
+    return folder / "ca.crt"
 
 
 def _certificate(

@@ -44,7 +44,7 @@ def eventually(condition: Callable[[], Any]) -> Any:
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_it_starts_and_its_scheduler_finds_no_node_for_a_pod(plane: ControlPlane) -> None:
-    request = plane.access.request
+    request = plane.api.request
     namespace = f"test-{secrets.token_hex(4)}"
     body: dict[str, Any] = {"metadata": {"name": namespace}}
     assert request("POST", "/api/v1/namespaces", body)[0] == 201
