@@ -18,7 +18,7 @@ from tests.kubernetes.cluster import Cluster, running_cluster, why_not
 from tests.kubernetes.cluster_controllers import Delays
 from tests.kubernetes.rest import Object
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
 
 PODS = "/api/v1/namespaces/default/pods"
 SLEEP = "exec sleep 600"
@@ -387,7 +387,7 @@ from pathlib import Path
 from tests.kubernetes.cluster import running_cluster
 from tests.kubernetes.test_cluster import pod, run
 with running_cluster(Path({str(tmp_path)!r}), nodes=1) as cluster:
-    run(cluster, pod("a", "echo up $$; exec sleep 600"))
+    run(cluster, pod("a", "echo up $$$$; exec sleep 600"))
     print(cluster.logs("a").split()[1], flush=True)
     time.sleep(600)
 """
@@ -397,14 +397,19 @@ with running_cluster(Path({str(tmp_path)!r}), nodes=1) as cluster:
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
-        child = int(process.stdout.readline())
-        assert Path(f"/proc/{child}").exists()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        try:
+            child = int(process.stdout.readline())
+            assert _lives(child)
+        finally:
+            process.send_signal(signal.SIGKILL)
     end = time.monotonic() + 10
-    while (
-        Path(f"/proc/{child}").exists()
-        and "Z" not in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[:1]
-    ):
+    while _lives(child):
         assert time.monotonic() < end, "the pod outlives its kubelet"
         time.sleep(0.02)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:1]
+    except OSError:
+        return False
