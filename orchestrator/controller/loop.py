@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from orchestrator.certificates import Identity, new_identity
 from orchestrator.clock import SystemClock
@@ -68,7 +69,6 @@ class Controller:
         self._pods: list[Collection] = []
         self._hosts: Collection | None = None
         self._around: Surroundings | None = None
-        self._leads = False
 
     async def run(self) -> str:
         """Until the lease is lost, or this is cancelled; returns why it ended."""
@@ -76,7 +76,6 @@ class Controller:
         lease = LeaderLease(self._client, self._settings.lease_namespace, self._settings.lease_name, me, self._clock)
         identity, metrics_token = await self._identity()
         port = ControllerPort(identity, metrics_token, address=self._settings.address, port=self._settings.port)
-        port.is_leader = lambda: self._leads
         try:
             await port.start()
         except OSError as error:
@@ -87,7 +86,6 @@ class Controller:
             self._begin(port, identity)
             return await lease.hold()
         finally:
-            self._leads = False
             await self._end()
             await port.stop()
             await lease.release()
@@ -107,7 +105,6 @@ class Controller:
             acquiring.cancel()
 
     def _begin(self, port: ControllerPort, identity: Identity) -> None:
-        self._leads = True
         self._around = Surroundings(
             client=self._client,
             port=port,
@@ -214,7 +211,7 @@ class Controller:
         namespace, name = self._settings.lease_namespace, self._settings.lease_name
         found = self._client.find(path_of("secrets", namespace, name))
         if found is None:
-            identity = new_identity()
+            identity = new_identity(urlsplit(self._settings.url).hostname)
             data = {CERTIFICATE_KEY: identity.certificate, KEY_KEY: identity.key}
             data[METRICS_KEY] = secrets.token_urlsafe(32)
             body: Object = {

@@ -10,14 +10,14 @@ from tests.chart.chart import NAMESPACE, Manifest, of_kind, refusal, render
 
 LEASE = "orchestrator-controller"
 JOBS = {
-    ("orchestrator.dev", "trainingjobs"): {"get", "list", "watch", "patch", "update"},
-    ("orchestrator.dev", "trainingjobs/status"): {"patch", "update"},
+    ("orchestrator.dev", "trainingjobs"): {"list", "watch", "patch"},
+    ("orchestrator.dev", "trainingjobs/status"): {"patch"},
     ("orchestrator.dev", "trainingjobs/finalizers"): {"update"},
-    ("", "pods"): {"create", "get", "list", "watch", "delete", "patch"},
-    ("", "secrets"): {"create", "get", "list", "delete", "patch"},
-    ("", "services"): {"create", "get", "patch", "delete"},
-    ("policy", "poddisruptionbudgets"): {"create", "get", "patch", "delete"},
-    ("", "events"): {"create", "patch"},
+    ("", "pods"): {"create", "list", "watch", "delete"},
+    ("", "secrets"): {"create", "list", "delete"},
+    ("", "services"): {"create", "get"},
+    ("policy", "poddisruptionbudgets"): {"create", "get", "patch"},
+    ("", "events"): {"create"},
 }
 ROLES = ("Role", "ClusterRole")
 

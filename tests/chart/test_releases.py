@@ -41,20 +41,22 @@ class Cluster:
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
+        self.kubeconfig = plane.folder / "kubeconfig"
+        self.kubeconfig.write_text(json.dumps(plane.api.kubeconfig()))
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The answer; it has to be a good one."""
-        status, answer = self.plane.access.request(method, path, body)
+        status, answer = self.plane.api.request(method, path, body)
         assert 200 <= status < 300, (status, answer)
         return answer
 
     def there(self, path: str) -> bool:
-        return self.plane.access.request("GET", path)[0] == 200
+        return self.plane.api.request("GET", path)[0] == 200
 
     def helm(self, *words: str) -> str:
         done = subprocess.run(
             [str(helm()), *words, f"--namespace={NAMESPACE}"],
-            env=os.environ | {"KUBECONFIG": str(self.plane.kubeconfig)},
+            env=os.environ | {"KUBECONFIG": str(self.kubeconfig)},
             capture_output=True,
             text=True,
             check=False,
@@ -221,7 +223,7 @@ def kubeconfig_of_the_account(cluster: Cluster, folder: Path) -> Path:
     path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/orchestrator/token"
     token = cluster.ask("POST", path, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
     file = folder / "kubeconfig"
-    file.write_text(json.dumps(replace(cluster.plane.access, token=token).kubeconfig()))
+    file.write_text(json.dumps(replace(cluster.plane.api, token=token).kubeconfig()))
     return file
 
 

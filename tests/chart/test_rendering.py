@@ -108,7 +108,7 @@ def test_all_namespaces_is_no_flag() -> None:
 
 def test_a_rollout_does_not_wait_for_a_controller_that_waits_for_the_lease() -> None:
     (deployment,) = of_kind(render({"replicas": 2}), "Deployment").values()
-    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": "100%"}
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert (
         deployment["spec"]["template"]["spec"]["topologySpreadConstraints"][0]["topologyKey"]
         == "kubernetes.io/hostname"
