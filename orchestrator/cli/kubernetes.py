@@ -53,8 +53,9 @@ def run(settings: JobConfig, *, take_over: bool, dry_run: bool, as_json: bool, t
     if known is None:
         _ask(lambda: client.create(path_of("trainingjobs", namespace), body), client)
     else:
-        edited = {**known, "spec": body["spec"]}
-        _ask(lambda: client.replace(path, edited), client)
+        _edit(client, path, known, body["spec"])
+        if (known.get("status") or {}).get("state") == "Done" and not take_over:
+            talk.say("it is done: --take-over trains on from its last checkpoint")
     state = StateFolder(settings.job, _job_url(settings))
     state.make()
     state.note_cluster_job(namespace)
@@ -64,6 +65,15 @@ def run(settings: JobConfig, *, take_over: bool, dry_run: bool, as_json: bool, t
         f"`kubectl -n {namespace} logs -l orchestrator.dev/job={settings.job}` what its workers print"
     )
     return 0
+
+
+def _edit(client: KubernetesClient, path: str, known: Object, spec: Object) -> None:
+    """Have it say `spec`. One that has failed is started again by that, also where the words are the same as before."""
+    found = _ask(lambda: client.replace(path, {**known, "spec": spec}), client)
+    failed = (known.get("status") or {}).get("state") == "Failed"
+    if failed and found["metadata"].get("generation") == known["metadata"].get("generation"):
+        _ask(lambda: client.patch(path, {"spec": {"suspend": True}}), client)
+        _ask(lambda: client.patch(path, {"spec": {"suspend": False}}), client)
 
 
 def _job_url(settings: JobConfig) -> str:

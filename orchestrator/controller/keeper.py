@@ -35,6 +35,7 @@ from orchestrator.controller.reconcile import (
     Seen,
     differs,
     ended_status,
+    may_take_over,
     reconcile,
     restart_seconds,
     resting_status,
@@ -165,7 +166,7 @@ class JobKeeper:
         spec, problems = self._read_spec()
         decision = reconcile(self._seen(spec, problems))
         await self._do(decision, spec)
-        await self._write_status(decision)
+        await self._write_status(decision, problems)
 
     def _read_spec(self) -> tuple[TrainingJobSpec | None, tuple[str, ...]]:
         if re.fullmatch(NAME_PATTERN, self.key[1]) is None:
@@ -258,13 +259,12 @@ class JobKeeper:
             job_url=self._around.job_url(spec.store, name),
             url=f"{self._around.url}/jobs/{namespace}/{name}",
             certificate=self._around.certificate,
-            take_over=spec.take_over and "startedAt" not in status,
+            take_over=may_take_over(spec, status),
         )
 
     def _host_run(self, run: Run, pods: list[Object]) -> _Host:
         """With the spec that the run began with, but for what takes effect at once."""
-        now = self._object.get("spec") or {}
-        spec = read_spec({**run.spec, **({"nodesMax": now["nodesMax"]} if "nodesMax" in now else {})})
+        spec = spec_now(run.spec, self._object.get("spec") or {})
         around, (namespace, name) = self._around, self.key
         url = f"{around.url}/jobs/{namespace}/{name}"
         job = KubernetesJob(
@@ -397,7 +397,7 @@ class JobKeeper:
         else:
             host.job.roll_back(decision.number, "the annotation")
 
-    async def _write_status(self, decision: Decision) -> None:
+    async def _write_status(self, decision: Decision, problems: tuple[str, ...]) -> None:
         if self._gone or decision.act is Act.LET_GO:
             return
         now, before = self._around.clock.wall(), self._object.get("status") or {}
@@ -414,6 +414,7 @@ class JobKeeper:
                 refusal=host.job.allocation.refusal,
                 staging_bytes=host.job.staging_bytes,
                 nodes=len(host.job.allocation.nodes()),
+                problems=problems,
             )
             spec: Mapping[str, Any] = self._object.get("spec") or {}
             status = running_status(before, running, spec, job=self.key[1], edited=edited, now_wall=now)
@@ -448,6 +449,13 @@ class JobKeeper:
     def _say(self, text: str) -> None:
         sys.stderr.write(f"{'/'.join(self.key)}: {text}\n")
         sys.stderr.flush()
+
+
+def spec_now(run_spec: Mapping[str, Any], spec: Mapping[str, Any]) -> TrainingJobSpec:
+    """A run's spec with what has taken effect since. A resize may go below the fewest nodes that the run began with."""
+    nodes_max = spec.get("nodesMax", run_spec.get("nodesMax", 1))
+    nodes_min = min(run_spec.get("nodesMin", 1), nodes_max)
+    return read_spec({**run_spec, "nodesMin": nodes_min, "nodesMax": nodes_max})
 
 
 def _older(one: Object, other: Object) -> bool:

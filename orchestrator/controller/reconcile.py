@@ -106,6 +106,11 @@ def reconcile(seen: Seen) -> Decision:
     return Decision(act=Act.HOST, reason="it shall run")
 
 
+def may_take_over(spec: TrainingJobSpec, status: Mapping[str, Any]) -> bool:
+    """Once: for its first run, and for the one after it has ended and was edited. A run that goes on needs no force."""
+    return spec.take_over and ("startedAt" not in status or status.get("state") in ENDED)
+
+
 def _about_hosted(seen: Seen, hosted: Hosted) -> Decision:
     if seen.spec is not None and seen.spec.cancel and not hosted.cancelling:
         return Decision(act=Act.CANCEL, reason="spec.cancel")
@@ -165,6 +170,8 @@ class Running:
     refusal: KubernetesError | None
     staging_bytes: int | None
     nodes: int
+    problems: Sequence[str] = ()
+    """What is wrong with the spec as it is now; the run goes on with its own."""
 
 
 PHASES = {
@@ -190,7 +197,10 @@ def running_status(
     conditions.put("Training", "True" if training else "False", phase.capitalize(), _training_words(said))
     conditions.put("PodsReady", *pods)
     waits = differs(spec, running.run_spec)
-    if waits:
+    if running.problems:
+        words = f"the run goes on with the spec that it began with: {'; '.join(running.problems)}"
+        conditions.put("SpecApplied", "False", "Invalid", words)
+    elif waits:
         words = f"{', '.join(waits)}: changed since the run began; they take effect when it is suspended and resumed"
         conditions.put("SpecApplied", "False", "WaitsForNextRun", words)
     else:

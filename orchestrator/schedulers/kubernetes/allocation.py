@@ -32,6 +32,9 @@ OVERDUE_SECONDS = 10.0
 REFUSED_SECONDS_FIRST = 1.0
 REFUSED_SECONDS_MAX = 60.0
 """Between two attempts to create a pod that was refused."""
+QUICK_END_SECONDS = 60.0
+QUICK_ENDS_MAX = 3
+"""Pods that end by themselves so soon, so many in a row: the next ones are made ever later (an image that lacks us)."""
 ENDED_KEPT = 8
 """Pods that have ended and are kept for their output."""
 _LETTERS = string.ascii_lowercase + string.digits
@@ -68,6 +71,7 @@ class KubernetesAllocation:
         self._spares: list[str] = []
         """Pods of this run that an earlier supervisor asked for and that have not started yet."""
         self._ended: dict[str, None] = {}
+        self._quick_ends = 0
         self._wanted = 0
         self._creating: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -161,6 +165,8 @@ class KubernetesAllocation:
         self._spares = [spare for spare in self._spares if spare != name]
         self._ended[name] = None
         if node.pod.ended:
+            quick = ended_quickly(node.pod, self._clock.wall()) and not node.released
+            self._quick_ends = self._quick_ends + 1 if quick else 0
             self._spawn_unless_stopped(self._forget_old())
         if not node.released:
             self._on_lost(name, reason)
@@ -177,6 +183,7 @@ class KubernetesAllocation:
     async def _create_wanted(self) -> None:
         pause = REFUSED_SECONDS_FIRST
         while self._wanted > 0:
+            await asyncio.sleep(pause_seconds(self._quick_ends))
             made = await asyncio.gather(*(self._create() for _ in range(self._wanted)))
             self._wanted -= sum(made)
             if all(made):
@@ -252,7 +259,8 @@ class KubernetesAllocation:
 
     def _has_waited(self, node: _Node, now_wall_seconds: float) -> bool:
         pod = node.pod
-        waits = pod.phase == "Pending" and pod.unschedulable and not node.released and not node.falls_back
+        placeless = pod.phase == "Pending" and pod.unschedulable and not pod.gated
+        waits = placeless and not node.released and not node.falls_back
         since = pod.created_wall_seconds
         return bool(
             waits
@@ -295,6 +303,18 @@ def is_overdue(pod: Pod, now_wall_seconds: float) -> bool:
     """Whether a pod should be gone by now. Wall clocks of two machines are compared: the slack is for that. Pure."""
     at = pod.gone_at_wall_seconds
     return pod.deleting and at is not None and now_wall_seconds > at + OVERDUE_SECONDS
+
+
+def ended_quickly(pod: Pod, now_wall_seconds: float) -> bool:
+    """Whether a pod has ended by itself soon after it was made. Pure."""
+    since = pod.created_wall_seconds
+    return bool(pod.ended) and not pod.deleting and since is not None and now_wall_seconds - since < QUICK_END_SECONDS
+
+
+def pause_seconds(quick_ends: int) -> float:
+    """Before the next pod is made, after so many in a row that ended quickly. Pure."""
+    more = quick_ends - QUICK_ENDS_MAX
+    return 0.0 if more < 0 else min(REFUSED_SECONDS_FIRST * 2.0 ** min(more, 10), REFUSED_SECONDS_MAX)
 
 
 def pods_of(objects: Mapping[tuple[str, str], Object], run: str) -> list[Pod]:

@@ -73,6 +73,8 @@ class Pod:
     created_wall_seconds: float | None
     unschedulable: str
     """What the cluster's scheduler says against it; empty: nothing."""
+    gated: bool
+    """Whoever queues it (Kueue) has not let it to the scheduler yet."""
     waiting: str
     """Why its first container does not start: an image that cannot be fetched, say; empty: nothing is wrong."""
     ended: str
@@ -99,6 +101,7 @@ def read_pod(found: Mapping[str, Any]) -> Pod:
         gone_at_wall_seconds=wall_seconds(deleted) if grace is None or isinstance(grace, int) else None,
         created_wall_seconds=wall_seconds(metadata.get("creationTimestamp")),
         unschedulable=_unschedulable(status),
+        gated=bool(_records(_part(found, "spec"), "schedulingGates")),
         waiting=_waiting(status),
         ended=_ended(status),
     )

@@ -1,0 +1,48 @@
+"""`orchestrator run --scheduler kubernetes` for a TrainingJob that is there already."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from orchestrator.cli import kubernetes
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+
+
+class Written:
+    """Stands for the API server: takes writes, and counts edits of the spec."""
+
+    def __init__(self, spec: dict[str, Any], state: str) -> None:
+        self.object: dict[str, Any] = {"metadata": {"generation": 1}, "spec": spec, "status": {"state": state}}
+        self.edits: list[dict[str, Any]] = []
+
+    def replace(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._take(body["spec"])
+
+    def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._take({**self.object["spec"], **body["spec"]})
+
+    def _take(self, spec: dict[str, Any]) -> dict[str, Any]:
+        if spec != self.object["spec"]:
+            self.edits.append(spec)
+            generation = self.object["metadata"]["generation"] + 1
+            self.object = {**self.object, "spec": spec, "metadata": {"generation": generation}}
+        return self.object
+
+
+@pytest.mark.parametrize(
+    ("state", "spec", "edits"),
+    [("Failed", {"nodesMax": 2, "suspend": False}, 2), ("Failed", {"nodesMax": 3}, 1), ("Running", {"nodesMax": 3}, 1)],
+)
+def test_the_same_words_start_a_job_again_that_has_failed(state: str, spec: dict[str, Any], edits: int) -> None:
+    server = Written({"nodesMax": 2, "suspend": False}, state)
+    kubernetes._edit(cast("KubernetesClient", server), "/path", server.object, spec)
+    assert len(server.edits) == edits
+    assert server.object["spec"] == spec
+
+
+def test_the_same_words_change_nothing_of_a_job_that_runs() -> None:
+    server = Written({"nodesMax": 2}, "Running")
+    kubernetes._edit(cast("KubernetesClient", server), "/path", server.object, {"nodesMax": 2})
+    assert server.edits == []
