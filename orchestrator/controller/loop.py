@@ -29,6 +29,8 @@ from orchestrator.telemetry import Sink
 
 CERTIFICATE_KEY, KEY_KEY, METRICS_KEY = "tls.crt", "tls.key", "metrics-token"
 RETRY_SECONDS = 2.0
+FAILED_SECONDS = 10.0
+"""Before a job is looked after again that could not be by a fault of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,16 +167,24 @@ class Controller:
             if gone or self._around is None:
                 return
             keeper = self._keepers[uid] = JobKeeper(found, self._around)
-            task = self._tasks[uid] = asyncio.create_task(keeper.run(), name=f"keeper of {'/'.join(keeper.key)}")
-            task.add_done_callback(lambda done: self._on_kept(uid, done))
+            name = f"keeper of {'/'.join(keeper.key)}"
+            task = self._tasks[uid] = asyncio.create_task(self._keep(keeper), name=name)
+            task.add_done_callback(lambda _: self._forget(uid))
         keeper.on_object(found, gone)
 
-    def _on_kept(self, uid: str, task: asyncio.Task[None]) -> None:
-        """Its TrainingJob is gone; or there is a bug: then this process ends, and the next one begins anew."""
+    async def _keep(self, keeper: JobKeeper) -> None:
+        """Until its TrainingJob is gone. A bug that one job brings to light stays with that job, and its pods run on."""
+        while True:
+            try:
+                await keeper.run()
+                return
+            except Exception as error:
+                self._say(f"{'/'.join(keeper.key)}: looking after it has failed, which is a bug: {error!r}")
+            await asyncio.sleep(FAILED_SECONDS)
+
+    def _forget(self, uid: str) -> None:
         self._keepers.pop(uid, None)
         self._tasks.pop(uid, None)
-        if not task.cancelled() and task.exception() is not None:
-            self._say(f"{task.get_name()} has failed, which is a bug: {task.exception()!r}")
 
     def _on_pod(self, found: Object, gone: bool) -> None:
         namespace, _ = key_of(found)
