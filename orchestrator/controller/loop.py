@@ -173,7 +173,7 @@ class Controller:
         keeper.on_object(found, gone)
 
     async def _keep(self, keeper: JobKeeper) -> None:
-        """Until its TrainingJob is gone. A bug that one job brings to light stays with that job, and its pods run on."""
+        """Until its TrainingJob is gone. A bug that one job brings to light stays with it, and its pods run on."""
         while True:
             try:
                 await keeper.run()
