@@ -10,7 +10,6 @@ from typing import Any
 from tests.kubernetes.api_status import Cause, Object, bad_request, forbidden_field, required, unsupported, wrong
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 LABEL_VALUE = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?")
 LABEL_KEY = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]")
@@ -61,14 +60,10 @@ def metadata_causes(plural: str, metadata: Object) -> list[Cause]:
 
 
 def name_causes(plural: str, name: str) -> list[Cause]:
-    """A service's name is an RFC 1035 label, a namespace's an RFC 1123 label, others are subdomains."""
+    """Names of services (since 1.36) and of namespaces are RFC 1123 labels, others are subdomains."""
     if not name:
         return [required("metadata.name", "name or generateName is required")]
-    if plural == "services":
-        return dns_causes(
-            "metadata.name", name, LABEL_1035, 63, "a DNS-1035 label must consist of lower case alphanumeric"
-        )
-    if plural == "namespaces":
+    if plural in ("services", "namespaces"):
         return label_causes("metadata.name", name)
     why = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.'"
     return dns_causes("metadata.name", name, SUBDOMAIN, 253, why)
@@ -184,6 +179,8 @@ def _fill_in_pod(pod: Object) -> None:
     }
     for key, value in defaults.items():
         spec.setdefault(key, value)
+    if spec["terminationGracePeriodSeconds"] < 0:
+        spec["terminationGracePeriodSeconds"] = 1
     spec["tolerations"] = list(spec.get("tolerations") or [])
     for default in DEFAULT_TOLERATIONS:
         if not any(_covers(one, default) for one in spec["tolerations"]):
@@ -263,7 +260,7 @@ def causes_of(plural: str, thing: Object) -> list[Cause]:
             return []
 
 
-def pod_causes(spec: Object) -> list[Cause]:  # noqa: PLR0912 - a list of rules
+def pod_causes(spec: Object) -> list[Cause]:
     """A pod's spec."""
     causes: list[Cause] = []
     if not spec.get("containers"):
@@ -285,9 +282,6 @@ def pod_causes(spec: Object) -> list[Cause]:  # noqa: PLR0912 - a list of rules
             names.append(container.get("name", ""))
     if spec["restartPolicy"] not in ("Always", "OnFailure", "Never"):
         causes.append(unsupported("spec.restartPolicy", spec["restartPolicy"], ["Always", "OnFailure", "Never"]))
-    if spec["terminationGracePeriodSeconds"] < 0:
-        grace = spec["terminationGracePeriodSeconds"]
-        causes.append(wrong("spec.terminationGracePeriodSeconds", grace, "must be greater than or equal to 0"))
     if spec["dnsPolicy"] not in ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"):
         causes.append(
             unsupported(

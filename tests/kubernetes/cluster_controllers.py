@@ -333,7 +333,7 @@ class Scheduler(Controller):
         return name
 
     async def _unschedulable(self, pod: Object, reasons: Counter[str], count: int, nominated: str | None) -> None:
-        listed = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
+        listed = ", ".join(sorted(f"{number} {reason}" for reason, number in reasons.items()))
         message = f"0/{count} nodes are available: {listed}." if count else "no nodes available to schedule pods"
         if count:
             none = (

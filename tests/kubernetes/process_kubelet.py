@@ -102,7 +102,10 @@ class ProcessKubelet:
     def freeze(self) -> None:
         """A machine that hangs: partitioned, and all its processes stopped."""
         self.partition()
-        signal_all(self._mark(""), signal.SIGSTOP)
+        until = time.monotonic() + 10
+        while any(_state(one) not in "TZ" for one in signal_all(self._mark(""), signal.SIGSTOP)):
+            assert time.monotonic() < until, f"processes of {self.name} do not stop"
+            time.sleep(0.005)
 
     def thaw(self) -> None:
         """It goes on where it was."""
@@ -608,6 +611,14 @@ def marked(mark: str) -> list[int]:
                 if any(one.startswith(wanted) for one in environment.split(b"\0")):
                     found.append(int(entry))
     return found
+
+
+def _state(process: int) -> str:
+    """Its letter in /proc; Z where it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 def signal_all(mark: str, number: signal.Signals) -> list[int]:
