@@ -227,6 +227,8 @@ class ApiServer:
         if plural in ("status", "finalize") and not name and namespace and not group:
             namespace, plural, name, part = "", "namespaces", namespace, plural
         resource = self.store.resources.get((group, found["version"], plural))
+        if group and not any(key[:2] == (group, found["version"]) for key in self.store.resources):
+            raise web.HTTPNotFound(text="404 page not found\n")  # as of a definition that is not installed
         if resource is None or (namespace and not resource.namespaced):
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         if name and resource.namespaced and not namespace:

@@ -165,7 +165,11 @@ def fill_in(plural: str, thing: Object) -> None:
         for port in spec.get("ports") or []:
             port.setdefault("protocol", "TCP")
             port.setdefault("targetPort", port.get("port"))
+    elif plural == "nodes":
+        thing.setdefault("spec", {})
+        thing.setdefault("status", {})
     elif plural == "namespaces":
+        thing["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = thing["metadata"].get("name", "")
         thing.setdefault("spec", {}).setdefault("finalizers", ["kubernetes"])
         thing.setdefault("status", {}).setdefault("phase", "Active")
 
@@ -364,13 +368,7 @@ def _toleration_causes(field: str, toleration: Object) -> list[Cause]:
     return causes
 
 
-POD_FIELDS_THAT_MAY_CHANGE = (
-    "activeDeadlineSeconds",
-    "tolerations",
-    "terminationGracePeriodSeconds",
-    "schedulingGates",
-    "nodeSelector",
-)
+POD_FIELDS_THAT_MAY_CHANGE = ("activeDeadlineSeconds", "tolerations", "schedulingGates")
 
 
 def pod_update_causes(old: Object, new: Object) -> list[Cause]:
@@ -378,7 +376,7 @@ def pod_update_causes(old: Object, new: Object) -> list[Cause]:
     gated = bool(old.get("schedulingGates"))
 
     def fixed(spec: Object) -> Object:
-        free = [*POD_FIELDS_THAT_MAY_CHANGE[:4], *(("nodeSelector", "affinity") if gated else ())]
+        free = [*POD_FIELDS_THAT_MAY_CHANGE, *(("nodeSelector", "affinity") if gated else ())]
         rest = {key: value for key, value in spec.items() if key not in free}
         for word in ("containers", "initContainers"):
             rest[word] = [{**one, "image": ""} for one in spec.get(word) or []]

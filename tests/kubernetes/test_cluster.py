@@ -26,9 +26,12 @@ NICE = 'trap "echo told; exit 3" TERM; echo up; while true; do sleep 0.05; done'
 STUBBORN = 'trap "echo told" TERM; setsid sleep 600 & echo up; while true; do sleep 0.05; done'
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with running_cluster(tmp_path, nodes=2, capacity={"nvidia.com/gpu": "2"}) as running:
+@pytest.fixture(params=["double", "real"])
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    missing = why_not(request.param)
+    if missing is not None:
+        pytest.skip(missing)
+    with running_cluster(tmp_path, nodes=2, kind=request.param, capacity={"nvidia.com/gpu": "2"}) as running:
         yield running
 
 

@@ -1,7 +1,6 @@
-"""What the orchestrator relies on in a Kubernetes API: true of the double, and of a real API server where one is named.
+"""What the orchestrator relies on in a Kubernetes API: true of the double and of a real control plane.
 
-`KUBE_API_URL` (with `KUBE_API_TOKEN` and `KUBE_API_CA`) names a real one; it needs no nodes. What only the double can
-do is tested at the end.
+What only the double can do is tested at the end.
 """
 
 from __future__ import annotations
@@ -10,31 +9,31 @@ import base64
 import contextlib
 import http.client
 import json
-import os
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from tests.kubernetes.api_server import ApiServer
+from tests.kubernetes.real_control_plane import running_control_plane, why_not
 from tests.kubernetes.rest import JSON_PATCH, STRATEGIC, Api, Object
 
-URL_VARIABLE = "KUBE_API_URL"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 LEASES = "/apis/coordination.k8s.io/v1"
 
 
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    url = os.environ.get(URL_VARIABLE)
-    if url is not None:
-        ca = os.environ.get("KUBE_API_CA")
-        yield Api(url=url, token=os.environ.get("KUBE_API_TOKEN"), ca=Path(ca) if ca else None)
+@pytest.fixture(scope="module", params=["double", pytest.param("real", marks=pytest.mark.processes)])
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    if request.param == "real":
+        missing = why_not()
+        if missing is not None:
+            pytest.skip(missing)
+        with running_control_plane(tmp_path_factory.mktemp("plane")) as plane:
+            yield plane.api
         return
     server = ApiServer(token="secret-token", bookmark_seconds=0.2)
     server.start()
@@ -51,10 +50,7 @@ class Space:
         self.path = f"/api/v1/namespaces/{self.name}"
         assert api.request("POST", "/api/v1/namespaces", {"metadata": {"name": self.name}})[0] == 201
         end = time.monotonic() + 20
-        while (
-            api.url == os.environ.get(URL_VARIABLE)
-            and api.request("GET", f"{self.path}/serviceaccounts/default")[0] != 200
-        ):
+        while api.request("GET", f"{self.path}/serviceaccounts/default")[0] != 200:
             assert time.monotonic() < end, "a real cluster's controllers make the account that pods need"
             time.sleep(0.02)
 
