@@ -214,7 +214,8 @@ class ApiServer:
             body = json.loads(await request.read() or b"null")
         except ValueError as error:
             raise bad_request(f"the body is no JSON: {error}") from None
-        code, answer = self._call(request, target, body)
+        with self.store.rehearsal() if request.query.get("dryRun") == "All" else contextlib.nullcontext():
+            code, answer = self._call(request, target, body)
         return web.json_response(answer, status=code)
 
     def _target(self, path: str) -> _Target:

@@ -10,7 +10,8 @@ import copy
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -99,6 +100,7 @@ BUILT_IN = [
 NAMESPACES, NODES, PODS = BUILT_IN[:3]
 SERVICE_ACCOUNTS = BUILT_IN[7]
 QUOTAS, BUDGETS, PRIORITIES, DEFINITIONS = BUILT_IN[8], BUILT_IN[10], BUILT_IN[11], BUILT_IN[12]
+NOT_READY = "node.kubernetes.io/not-ready"
 SYSTEM_PRIORITIES = {"system-cluster-critical": 2000000000, "system-node-critical": 2000001000}
 
 
@@ -164,6 +166,17 @@ class Store:
         self.version += 1
         self.compacted = self.version
         self.changes.clear()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Nothing that happens in the block is kept."""
+        kept = self.version, self.resources, self.objects, self.changes, self.on_change
+        self.resources, self.changes, self.on_change = dict(self.resources), list(self.changes), lambda: None
+        self.objects = {key: dict(things) for key, things in self.objects.items()}
+        try:
+            yield
+        finally:
+            self.version, self.resources, self.objects, self.changes, self.on_change = kept
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -400,6 +413,9 @@ class Store:
                 "priority": found["value"],
                 "preemptionPolicy": found.get("preemptionPolicy", "PreemptLowerPriority"),
             }
+        if resource is NODES and not any(one["key"] == NOT_READY for one in spec.get("taints") or []):
+            taint = {"key": NOT_READY, "effect": "NoSchedule"}
+            thing["spec"] = {**spec, "taints": [*(spec.get("taints") or []), taint]}
         if resource.plural == "services" and not spec.get("clusterIP"):
             self._addresses += 1
             thing["spec"] = {**spec, "clusterIP": f"10.96.{self._addresses // 250}.{self._addresses % 250 + 1}"}

@@ -131,6 +131,12 @@ def decode(plural: str, kind: str, thing: Object) -> None:
     if plural == "pods":
         spec = thing.get("spec") or {}
         texts(spec.get("nodeSelector"), "PodSpec.spec.nodeSelector")
+        for word in ("terminationGracePeriodSeconds", "activeDeadlineSeconds", "priority"):
+            if not isinstance(spec.get(word) or 0, int):
+                raise bad_request(
+                    f'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal string into Go struct '
+                    f"field PodSpec.spec.{word} of type int64"
+                )
         for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
             texts(container.get("command"), "Container.spec.containers.command")
             texts(container.get("args"), "Container.spec.containers.args")
