@@ -195,6 +195,10 @@ def _fill_in_pod(pod: Object) -> None:
     for default in DEFAULT_TOLERATIONS:
         if not any(_covers(one, default) for one in spec["tolerations"]):
             spec["tolerations"].append(dict(default))
+    for volume in spec.get("volumes") or []:
+        for word in ("secret", "configMap", "projected", "downwardAPI"):
+            if isinstance(volume.get(word), dict):
+                volume[word].setdefault("defaultMode", 0o644)
     for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
         container.setdefault("terminationMessagePath", "/dev/termination-log")
         container.setdefault("terminationMessagePolicy", "File")

@@ -450,7 +450,7 @@ class _Worker:
             path.touch(mode=0o600)
             path.write_bytes((data or {})[item["key"]])
             mode = item.get("mode", source.get("defaultMode"))
-            path.chmod((0o600 if plural == "secrets" else 0o644) if mode is None else mode)
+            path.chmod(0o644 if mode is None else mode)
         folder.mkdir(parents=True, exist_ok=True)
 
     async def _data(self, plural: str, name: str) -> dict[str, bytes] | None:
