@@ -101,6 +101,7 @@ NAMESPACES, NODES, PODS = BUILT_IN[:3]
 SERVICE_ACCOUNTS = BUILT_IN[7]
 QUOTAS, BUDGETS, PRIORITIES, DEFINITIONS = BUILT_IN[8], BUILT_IN[10], BUILT_IN[11], BUILT_IN[12]
 NOT_READY = "node.kubernetes.io/not-ready"
+QUOTA_PARTS = ("requests.", "limits.")
 SYSTEM_PRIORITIES = {"system-cluster-critical": 2000000000, "system-node-critical": 2000001000}
 
 
@@ -430,15 +431,28 @@ class Store:
             raise invalid("Event", "", thing["metadata"].get("name", ""), causes)
 
     def _check_quota(self, namespace: str, pod: Object) -> None:
+        """Pods, their requests and their limits; a pod has to say those of cpu and memory that are limited."""
         pods = self.select(PODS, namespace)
         alive = [one for one in pods if one["status"]["phase"] not in ("Succeeded", "Failed")]
         for quota in self.select(QUOTAS, namespace):
-            for word, used in (("pods", len(alive)), ("count/pods", len(pods))):
-                limit = (quota["spec"].get("hard") or {}).get(word)
-                if limit is not None and used + 1 > int(limit):
-                    numbers = f"requested: {word}=1, used: {word}={used}, limited: {word}={limit}"
-                    why = f"exceeded quota: {quota['metadata']['name']}, {numbers}"
-                    raise self._forbidden(PODS, pod["metadata"]["name"], why)
+            hard = quota["spec"].get("hard") or {}
+            known = sorted(word for word in hard if word in ("pods", "count/pods") or word.startswith(QUOTA_PARTS))
+            name = quota["metadata"]["name"]
+            silent = [word for word in known if word.endswith((".cpu", ".memory")) and _asked(pod, word) is None]
+            if silent:
+                main = pod["spec"]["containers"][0]["name"]
+                why = f"failed quota: {name}: must specify {'; '.join(f'{word} for: {main}' for word in silent)}"
+                raise self._forbidden(PODS, pod["metadata"]["name"], why)
+            asked = {word: _asked(pod, word) or 0 for word in known}
+            used = {
+                word: sum(_asked(one, word) or 0 for one in (pods if word == "count/pods" else alive)) for word in known
+            }
+            over = [word for word in known if used[word] + asked[word] > api_validation.quantity(hard[word])]
+            if over:
+                texts = [",".join(f"{word}={_amount(of[word])}" for word in over) for of in (asked, used)]
+                limited = ",".join(f"{word}={hard[word]}" for word in over)
+                why = f"exceeded quota: {name}, requested: {texts[0]}, used: {texts[1]}, limited: {limited}"
+                raise self._forbidden(PODS, pod["metadata"]["name"], why)
 
     def _forbidden(self, resource: Resource, name: str, why: str) -> ApiError:
         details = {"name": name, **({"group": resource.group} if resource.group else {}), "kind": resource.plural}
@@ -604,6 +618,21 @@ class Store:
     def versioned(self, resource: Resource, thing: Object) -> Object:
         """A stored object as that version of its resource shows it."""
         return thing if thing["apiVersion"] == resource.api_version else {**thing, "apiVersion": resource.api_version}
+
+
+def _asked(pod: Object, word: str) -> float | None:
+    """What a pod takes of a quota's `requests.cpu` and so on; None: it does not say."""
+    if word in ("pods", "count/pods"):
+        return 1
+    part, _, name = word.partition(".")
+    amounts = [(one.get("resources") or {}).get(part, {}).get(name) for one in pod["spec"]["containers"]]
+    if None in amounts and name in ("cpu", "memory"):
+        return None
+    return sum(api_validation.quantity(one) for one in amounts if one is not None)
+
+
+def _amount(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{round(number * 1000)}m"
 
 
 def _part(amount: object, whole: int) -> int:

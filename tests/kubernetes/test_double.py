@@ -423,6 +423,61 @@ def test_an_eviction_says_so(space: Space) -> None:
     assert (condition["status"], condition["reason"]) == ("True", "EvictionByEvictionAPI")
 
 
+def test_a_patch_of_an_object_of_another_uid_is_invalid_and_a_put_a_conflict(space: Space) -> None:
+    made = space.create("pods", pod("a"))
+    other = {"metadata": {"uid": str(uuid4())}}
+    assert space.refused("PATCH", "pods/a", other)["reason"] == "Invalid"
+    assert space.refused("PATCH", "pods/a/status", other)["reason"] == "Invalid"
+    made["metadata"] = {"name": "a", "uid": str(uuid4())}
+    assert space.refused("PUT", "pods/a", made)["reason"] == "Conflict"
+
+
+def test_a_pod_s_grace_stays_and_its_service_account_exists(space: Space) -> None:
+    space.create("pods", pod("a"))
+    assert space.refused("PATCH", "pods/a", {"spec": {"terminationGracePeriodSeconds": 7}})["reason"] == "Invalid"
+    refused = space.refused("POST", "pods", pod("b", serviceAccountName="nobody"))
+    assert (refused["reason"], 'serviceaccount "nobody" not found' in refused["message"]) == ("Forbidden", True)
+
+
+def test_nothing_is_kept_of_a_dry_run(space: Space) -> None:
+    space.create("pods?dryRun=All", pod("a"))
+    assert space.refused("GET", "pods/a")["code"] == 404
+
+
+def test_where_no_definition_is_installed_the_answer_is_no_status(space: Space) -> None:
+    path = f"/apis/none.test/v1/namespaces/{space.name}/things"
+    assert space.api.request("GET", path) == (404, "404 page not found\n")
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        ({"maxUnavailable": 1}, "does not allow evicting pods currently"),
+        ({"minAvailable": "50%"}, "does not allow evicting pods currently"),
+        ({"minAvailable": 1}, "needs 1 healthy pods and has 1 currently"),
+        ({"minAvailable": 0}, None),
+    ],
+    ids=str,
+)
+def test_a_budget_over_bare_pods(space: Space, budget: Object, reason: str | None) -> None:
+    """Of pods without a controller only a number of `minAvailable` can be counted: all else forbids every eviction."""
+    budgets = "/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets"
+    space.create(budgets, {"metadata": {"name": "b"}, "spec": {**budget, "selector": {"matchLabels": {"of": "b"}}}})
+    space.create("pods", {**pod("a"), "metadata": {"name": "a", "labels": {"of": "b"}}})
+    bind(space, "a")
+    ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    space.ask("PATCH", "pods/a/status", {"status": ready}, STRATEGIC)
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "a", "namespace": space.name}}
+    end = time.monotonic() + 20  # the real controller counts a moment later
+    while True:
+        code, answer = space.api.request("POST", space.path_of("pods/a/eviction"), eviction)
+        texts = [cause["message"] for cause in (answer.get("details") or {}).get("causes", [])]
+        if code == 201 if reason is None else f"The disruption budget b {reason}" in texts:
+            break
+        assert time.monotonic() < end, answer
+        time.sleep(0.05)
+
+
 # -- custom resources ----------------------------------------------------------------------------------------
 
 SPEC = {
