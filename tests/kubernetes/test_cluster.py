@@ -18,7 +18,11 @@ from tests.kubernetes.cluster import Cluster, running_cluster, why_not
 from tests.kubernetes.cluster_controllers import Delays
 from tests.kubernetes.rest import Object
 
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
 
 PODS = "/api/v1/namespaces/default/pods"
 SLEEP = "exec sleep 600"

@@ -26,7 +26,9 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 LEASES = "/apis/coordination.k8s.io/v1"
 
 
-@pytest.fixture(scope="module", params=["double", pytest.param("real", marks=pytest.mark.processes)])
+@pytest.fixture(
+    scope="module", params=["double", pytest.param("real", marks=[pytest.mark.processes, pytest.mark.timeout(120)])]
+)
 def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     if request.param == "real":
         missing = why_not()
