@@ -131,6 +131,12 @@ def decode(plural: str, kind: str, thing: Object) -> None:
     if plural == "pods":
         spec = thing.get("spec") or {}
         texts(spec.get("nodeSelector"), "PodSpec.spec.nodeSelector")
+        for word in ("terminationGracePeriodSeconds", "activeDeadlineSeconds", "priority"):
+            if not isinstance(spec.get(word) or 0, int):
+                raise bad_request(
+                    f'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal string into Go struct '
+                    f"field PodSpec.spec.{word} of type int64"
+                )
         for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
             texts(container.get("command"), "Container.spec.containers.command")
             texts(container.get("args"), "Container.spec.containers.args")
@@ -165,7 +171,11 @@ def fill_in(plural: str, thing: Object) -> None:
         for port in spec.get("ports") or []:
             port.setdefault("protocol", "TCP")
             port.setdefault("targetPort", port.get("port"))
+    elif plural == "nodes":
+        thing.setdefault("spec", {})
+        thing.setdefault("status", {})
     elif plural == "namespaces":
+        thing["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = thing["metadata"].get("name", "")
         thing.setdefault("spec", {}).setdefault("finalizers", ["kubernetes"])
         thing.setdefault("status", {}).setdefault("phase", "Active")
 
@@ -185,6 +195,10 @@ def _fill_in_pod(pod: Object) -> None:
     for default in DEFAULT_TOLERATIONS:
         if not any(_covers(one, default) for one in spec["tolerations"]):
             spec["tolerations"].append(dict(default))
+    for volume in spec.get("volumes") or []:
+        for word in ("secret", "configMap", "projected", "downwardAPI"):
+            if isinstance(volume.get(word), dict):
+                volume[word].setdefault("defaultMode", 0o644)
     for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
         container.setdefault("terminationMessagePath", "/dev/termination-log")
         container.setdefault("terminationMessagePolicy", "File")
@@ -364,13 +378,7 @@ def _toleration_causes(field: str, toleration: Object) -> list[Cause]:
     return causes
 
 
-POD_FIELDS_THAT_MAY_CHANGE = (
-    "activeDeadlineSeconds",
-    "tolerations",
-    "terminationGracePeriodSeconds",
-    "schedulingGates",
-    "nodeSelector",
-)
+POD_FIELDS_THAT_MAY_CHANGE = ("activeDeadlineSeconds", "tolerations", "schedulingGates")
 
 
 def pod_update_causes(old: Object, new: Object) -> list[Cause]:
@@ -378,7 +386,7 @@ def pod_update_causes(old: Object, new: Object) -> list[Cause]:
     gated = bool(old.get("schedulingGates"))
 
     def fixed(spec: Object) -> Object:
-        free = [*POD_FIELDS_THAT_MAY_CHANGE[:4], *(("nodeSelector", "affinity") if gated else ())]
+        free = [*POD_FIELDS_THAT_MAY_CHANGE, *(("nodeSelector", "affinity") if gated else ())]
         rest = {key: value for key, value in spec.items() if key not in free}
         for word in ("containers", "initContainers"):
             rest[word] = [{**one, "image": ""} for one in spec.get(word) or []]

@@ -29,6 +29,7 @@ from tests.kubernetes.rest import STRATEGIC, Api, Client, Followed, Loop, Object
 MARK = "PROCESS_KUBELET_POD"
 """A variable that every process of a pod inherits: what a container's cgroup is to the real kubelet."""
 LEFT_OUT = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
+SERVICE_ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 RETRY_SECONDS = 0.2
 RESTART_SECONDS = 1.0
 FORCED_GRACE_SECONDS = 1.0
@@ -410,6 +411,8 @@ class _Worker:
         volumes = {volume["name"]: volume for volume in self.pod["spec"].get("volumes") or []}
         mounts = _Mounts()
         for mount in container.get("volumeMounts") or []:
+            if mount["mountPath"] == SERVICE_ACCOUNT_PATH:
+                continue  # a path that SDKs know by heart; it cannot be made here
             folder = await self._volume(volumes[mount["name"]])
             below = Path(folder, mount["subPath"]) if mount.get("subPath") else Path(folder)
             mounts.folders[mount["mountPath"].rstrip("/")] = str(below)
@@ -447,7 +450,7 @@ class _Worker:
             path.touch(mode=0o600)
             path.write_bytes((data or {})[item["key"]])
             mode = item.get("mode", source.get("defaultMode"))
-            path.chmod((0o600 if plural == "secrets" else 0o644) if mode is None else mode)
+            path.chmod(0o644 if mode is None else mode)
         folder.mkdir(parents=True, exist_ok=True)
 
     async def _data(self, plural: str, name: str) -> dict[str, bytes] | None:

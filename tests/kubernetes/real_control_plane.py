@@ -201,6 +201,8 @@ def _etcd(data: Path, port: int, peer_port: int) -> list[str]:
     url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
     return [
         *("--name=test", f"--data-dir={data}", "--unsafe-no-fsync", "--log-level=warn"),
+        # An etcd before 3.5.13 cannot be asked how far it is; watches without a version would wait for it to say so.
+        "--experimental-watch-progress-notify-interval=100ms",
         *(f"--listen-client-urls={url}", f"--advertise-client-urls={url}"),
         *(f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"),
         f"--initial-cluster=test={peer_url}",

@@ -134,6 +134,8 @@ class Client:
         """End all connections."""
         if self._session is not None:
             await self._session.close()
+            if self.api.url.startswith("https"):
+                await asyncio.sleep(0.1)  # aiohttp's advice: TLS connections end a moment after their session
 
     async def request(
         self, method: str, path: str, body: object = None, content_type: str | None = None

@@ -1,7 +1,6 @@
-"""What the orchestrator relies on in a Kubernetes API: true of the double, and of a real API server where one is named.
+"""What the orchestrator relies on in a Kubernetes API: true of the double and of a real control plane.
 
-`KUBE_API_URL` (with `KUBE_API_TOKEN` and `KUBE_API_CA`) names a real one; it needs no nodes. What only the double can
-do is tested at the end.
+What only the double can do is tested at the end.
 """
 
 from __future__ import annotations
@@ -10,31 +9,33 @@ import base64
 import contextlib
 import http.client
 import json
-import os
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from tests.kubernetes.api_server import ApiServer
+from tests.kubernetes.real_control_plane import running_control_plane, why_not
 from tests.kubernetes.rest import JSON_PATCH, STRATEGIC, Api, Object
 
-URL_VARIABLE = "KUBE_API_URL"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 LEASES = "/apis/coordination.k8s.io/v1"
 
 
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    url = os.environ.get(URL_VARIABLE)
-    if url is not None:
-        ca = os.environ.get("KUBE_API_CA")
-        yield Api(url=url, token=os.environ.get("KUBE_API_TOKEN"), ca=Path(ca) if ca else None)
+@pytest.fixture(
+    scope="module", params=["double", pytest.param("real", marks=[pytest.mark.processes, pytest.mark.timeout(120)])]
+)
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    if request.param == "real":
+        missing = why_not()
+        if missing is not None:
+            pytest.skip(missing)
+        with running_control_plane(tmp_path_factory.mktemp("plane")) as plane:
+            yield plane.api
         return
     server = ApiServer(token="secret-token", bookmark_seconds=0.2)
     server.start()
@@ -51,10 +52,7 @@ class Space:
         self.path = f"/api/v1/namespaces/{self.name}"
         assert api.request("POST", "/api/v1/namespaces", {"metadata": {"name": self.name}})[0] == 201
         end = time.monotonic() + 20
-        while (
-            api.url == os.environ.get(URL_VARIABLE)
-            and api.request("GET", f"{self.path}/serviceaccounts/default")[0] != 200
-        ):
+        while api.request("GET", f"{self.path}/serviceaccounts/default")[0] != 200:
             assert time.monotonic() < end, "a real cluster's controllers make the account that pods need"
             time.sleep(0.02)
 
@@ -425,6 +423,61 @@ def test_an_eviction_says_so(space: Space) -> None:
     assert evicted["metadata"]["deletionTimestamp"]
     (condition,) = (one for one in evicted["status"]["conditions"] if one["type"] == "DisruptionTarget")
     assert (condition["status"], condition["reason"]) == ("True", "EvictionByEvictionAPI")
+
+
+def test_a_patch_of_an_object_of_another_uid_is_invalid_and_a_put_a_conflict(space: Space) -> None:
+    made = space.create("pods", pod("a"))
+    other = {"metadata": {"uid": str(uuid4())}}
+    assert space.refused("PATCH", "pods/a", other)["reason"] == "Invalid"
+    assert space.refused("PATCH", "pods/a/status", other)["reason"] == "Invalid"
+    made["metadata"] = {"name": "a", "uid": str(uuid4())}
+    assert space.refused("PUT", "pods/a", made)["reason"] == "Conflict"
+
+
+def test_a_pod_s_grace_stays_and_its_service_account_exists(space: Space) -> None:
+    space.create("pods", pod("a"))
+    assert space.refused("PATCH", "pods/a", {"spec": {"terminationGracePeriodSeconds": 7}})["reason"] == "Invalid"
+    refused = space.refused("POST", "pods", pod("b", serviceAccountName="nobody"))
+    assert (refused["reason"], 'serviceaccount "nobody" not found' in refused["message"]) == ("Forbidden", True)
+
+
+def test_nothing_is_kept_of_a_dry_run(space: Space) -> None:
+    space.create("pods?dryRun=All", pod("a"))
+    assert space.refused("GET", "pods/a")["code"] == 404
+
+
+def test_where_no_definition_is_installed_the_answer_is_no_status(space: Space) -> None:
+    path = f"/apis/none.test/v1/namespaces/{space.name}/things"
+    assert space.api.request("GET", path) == (404, "404 page not found\n")
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        ({"maxUnavailable": 1}, "does not allow evicting pods currently"),
+        ({"minAvailable": "50%"}, "does not allow evicting pods currently"),
+        ({"minAvailable": 1}, "needs 1 healthy pods and has 1 currently"),
+        ({"minAvailable": 0}, None),
+    ],
+    ids=str,
+)
+def test_a_budget_over_bare_pods(space: Space, budget: Object, reason: str | None) -> None:
+    """Of pods without a controller only a number of `minAvailable` can be counted: all else forbids every eviction."""
+    budgets = "/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets"
+    space.create(budgets, {"metadata": {"name": "b"}, "spec": {**budget, "selector": {"matchLabels": {"of": "b"}}}})
+    space.create("pods", {**pod("a"), "metadata": {"name": "a", "labels": {"of": "b"}}})
+    bind(space, "a")
+    ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    space.ask("PATCH", "pods/a/status", {"status": ready}, STRATEGIC)
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "a", "namespace": space.name}}
+    end = time.monotonic() + 20  # the real controller counts a moment later
+    while True:
+        code, answer = space.api.request("POST", space.path_of("pods/a/eviction"), eviction)
+        texts = [cause["message"] for cause in (answer.get("details") or {}).get("causes", [])]
+        if code == 201 if reason is None else f"The disruption budget b {reason}" in texts:
+            break
+        assert time.monotonic() < end, answer
+        time.sleep(0.05)
 
 
 # -- custom resources ----------------------------------------------------------------------------------------
