@@ -304,7 +304,7 @@ class JobKeeper:
         )
 
     async def _remove_others(self, own: list[Object], pods: list[Object], run: Run) -> None:
-        """Runs that are over: their pods are ended, and what their agents were told is of no use any more."""
+        """Runs that are over: their pods go, also those that were kept for their output, and what their agents were told is of no use any more."""
         for secret in own:
             name = secret["metadata"]["name"]
             if name != run.secret:
@@ -314,7 +314,7 @@ class JobKeeper:
 
     async def _delete_pods(self, pods: list[Object], *, keep: str | None) -> None:
         for pod in map(read_pod, pods):
-            if pod.run != keep and not pod.deleting and pod.lives:
+            if pod.run != keep and not pod.deleting:
                 path = path_of("pods", self.owner.namespace, pod.name)
                 await asyncio.to_thread(self._around.client.delete, path, uid=pod.uid)
 
