@@ -26,7 +26,7 @@ Namespace = Annotated[
 ]
 POLL_SECONDS = 0.5
 TEMPLATE_BYTES_MAX = 1 << 20
-LOCAL_ONLY = ("sbatch", "srun", "replacement_seconds")
+LOCAL_ONLY = ("sbatch", "srun", "replacement_seconds", "staging")
 """Settings that mean nothing to pods."""
 ENDED = ("Suspended", "Done", "Failed", "Cancelled", "Invalid")
 _DEFINITION = "the cluster does not know TrainingJobs: the chart, or `orchestrator controller crd`, brings them"

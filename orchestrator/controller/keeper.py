@@ -141,6 +141,11 @@ class JobKeeper:
         if self._host is not None:
             self._host.job.on_host(found, gone)
 
+    @property
+    def _url(self) -> str:
+        """By which its agents reach their supervisor."""
+        return f"{self._around.url}/jobs/{'/'.join(self.key)}"
+
     # ------------------------------------------------------------------------------------------ the task
 
     async def run(self) -> None:
@@ -240,7 +245,8 @@ class JobKeeper:
         secrets = path_of("secrets", owner.namespace)
         found, _ = await asyncio.to_thread(client.list, secrets, selector_of(owner.name))
         own = [one for one in found if _owned_by(one, owner.uid)]
-        runs = [run for run in map(read_run, own) if run is not None]
+        known = [run for run in map(read_run, own) if run is not None]
+        runs = [run for run in known if run.finds(self._url, self._around.certificate)]
         pods = list(self._around.pods(self.key))
         run = run_to_go_on_with(runs, map(read_pod, pods), self._around.clock.wall())
         if run is None:
@@ -258,13 +264,13 @@ class JobKeeper:
 
     def _new_run(self, spec: TrainingJobSpec) -> Run:
         status = self._object.get("status") or {}
-        namespace, name = self.key
+        _, name = self.key
         return new_run(
             spec.config(name),
             self.owner,
             dict(self._object["spec"]),
             job_url=self._around.job_url(spec.store, name),
-            url=f"{self._around.url}/jobs/{namespace}/{name}",
+            url=self._url,
             certificate=self._around.certificate,
             take_over=may_take_over(spec, status),
         )
@@ -273,7 +279,6 @@ class JobKeeper:
         """With the spec that the run began with, but for what takes effect at once."""
         spec = spec_now(run.spec, self._object.get("spec") or {})
         around, (namespace, name) = self._around, self.key
-        url = f"{around.url}/jobs/{namespace}/{name}"
         job = KubernetesJob(
             spec.config(name),
             run,
@@ -281,7 +286,7 @@ class JobKeeper:
             client=around.client,
             clock=around.clock,
             patience_seconds=spec.patience_seconds,
-            open_server=lambda supervisor, token: around.port.job(self.key, url, supervisor, token),
+            open_server=lambda supervisor, token: around.port.job(self.key, self._url, supervisor, token),
             sinks=(*around.sinks, self._posted.sink),
         )
         job.staging_bytes = (self._object.get("status") or {}).get("stagingBytes")
@@ -306,7 +311,7 @@ class JobKeeper:
         )
 
     async def _remove_others(self, own: list[Object], pods: list[Object], run: Run) -> None:
-        """Runs that are over: their pods are ended, and what their agents were told is of no use any more."""
+        """Runs that are over: their pods go, also those that were kept for their output, and what their agents were told is of no use any more."""
         for secret in own:
             name = secret["metadata"]["name"]
             if name != run.secret:
@@ -316,7 +321,7 @@ class JobKeeper:
 
     async def _delete_pods(self, pods: list[Object], *, keep: str | None) -> None:
         for pod in map(read_pod, pods):
-            if pod.run != keep and not pod.deleting and pod.lives:
+            if pod.run != keep and not pod.deleting:
                 path = path_of("pods", self.owner.namespace, pod.name)
                 await asyncio.to_thread(self._around.client.delete, path, uid=pod.uid)
 

@@ -1,4 +1,4 @@
-"""What Kubernetes says of a node and of a pod, as notices. Parsers only: nothing watches a cluster yet.
+"""What Kubernetes says of a node and of a pod, as notices. Parsers only: `supervisor.kubernetes_notices` watches.
 
 Node: taints, conditions, labels, `spec.unschedulable`. Pod: the condition DisruptionTarget (it is set before the
 deletion, and can be taken back) and `metadata.deletionTimestamp`, which is when the grace is over.

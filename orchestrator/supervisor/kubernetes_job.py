@@ -59,6 +59,10 @@ class Run:
         """The name of its Secret."""
         return secret_name(self.settings.job, self.name)
 
+    def finds(self, url: str, certificate: str) -> bool:
+        """Whether its agents look for their supervisor there, and trust it. If not, they cannot be gone on with."""
+        return (self.settings.supervisor_url, self.settings.supervisor_certificate) == (url, certificate)
+
 
 def secret_name(job: str, run: str) -> str:
     """Of a run."""

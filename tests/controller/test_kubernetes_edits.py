@@ -10,7 +10,8 @@ from orchestrator.controller.crd import TrainingJobSpec, read_spec
 from orchestrator.controller.keeper import spec_now
 from orchestrator.controller.reconcile import Running, may_take_over, running_status
 from orchestrator.schedulers.kubernetes.allocation import ended_quickly, pause_seconds
-from orchestrator.schedulers.kubernetes.pods import read_pod, wall_seconds
+from orchestrator.schedulers.kubernetes.pods import Owner, read_pod, wall_seconds
+from orchestrator.supervisor.kubernetes_job import new_run, read_run, render_secret
 
 NOW = wall_seconds("2026-12-01T00:00:00Z") or 0.0
 SUPERVISOR: dict[str, Any] = {
@@ -101,3 +102,14 @@ def test_pods_that_end_as_soon_as_they_start_are_made_again_ever_later() -> None
     deleted["metadata"]["deletionTimestamp"] = "2026-12-01T00:00:30Z"
     assert not ended_quickly(read_pod(deleted), NOW + 5)
     assert [pause_seconds(ends) for ends in (0, 2, 3, 4, 5, 99, 10_000)] == [0, 0, 1, 2, 4, 60, 60]
+
+
+def test_a_run_whose_agents_trust_another_controller_is_not_gone_on_with() -> None:
+    owner = Owner(namespace="n", name="j", uid="u")
+    config = read_spec(spec_of()).config("j")
+    words = {"job_url": "file:///s/j", "url": "https://c/jobs/n/j", "certificate": "mine", "take_over": False}
+    run = read_run(render_secret(new_run(config, owner, spec_of(), **words), owner))  # type: ignore[arg-type]
+    assert run is not None
+    assert run.finds("https://c/jobs/n/j", "mine")
+    assert not run.finds("https://c/jobs/n/j", "another's")
+    assert not run.finds("https://d/jobs/n/j", "mine")
