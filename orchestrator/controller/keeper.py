@@ -311,7 +311,7 @@ class JobKeeper:
         )
 
     async def _remove_others(self, own: list[Object], pods: list[Object], run: Run) -> None:
-        """Runs that are over: their pods go, also those that were kept for their output, and what their agents were told is of no use any more."""
+        """Runs that are over: what their agents were told is of no use, and their pods go, with their output."""
         for secret in own:
             name = secret["metadata"]["name"]
             if name != run.secret:
