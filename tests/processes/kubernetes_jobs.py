@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from orchestrator.controller.crd import definition
 from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, path_of
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from tests.kubernetes.cluster import Cluster
+from tests.kubernetes.rest import Loop
 from tests.processes.harness import TRAINING
 from tests.slurm_cluster import free_ports
 
@@ -43,6 +49,8 @@ class Jobs:
     namespace: str = "default"
     port: int = field(default_factory=lambda: free_ports(1)[0])
     controllers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
+    """Of the controllers."""
 
     def __post_init__(self) -> None:
         self.environment = {
@@ -68,7 +76,28 @@ class Jobs:
                 command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder
             )
         self.controllers.append(process)
+        self.ports.append(self.port if port is None else port)
         return process
+
+    @contextmanager
+    def service(self) -> Iterator[None]:
+        """What a Service does: whoever connects to our port comes to the controller that is ready."""
+        loop = Loop("service")
+        server = loop.run(asyncio.start_server(self._forward, "127.0.0.1", self.port))
+        try:
+            yield
+        finally:
+            server.close()
+            loop.run(server.wait_closed())
+            loop.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for controller, port in zip(self.controllers, self.ports, strict=True):
+            if controller.poll() is None and await _is_ready(port):
+                there, back = await asyncio.open_connection("127.0.0.1", port)
+                await asyncio.gather(_pump(reader, back), _pump(there, writer))
+                return
+        writer.close()
 
     def stop(self) -> None:
         """End every controller; pods are the cluster's."""
@@ -252,3 +281,23 @@ class Jobs:
 def prepared(cluster: Cluster) -> None:
     """The cluster knows what a TrainingJob is."""
     cluster.create_crd(definition())
+
+
+async def _is_ready(port: int) -> bool:
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"https://127.0.0.1:{port}/readyz", ssl=False) as answer,
+        ):
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until one of both ends is closed."""
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
