@@ -275,7 +275,7 @@ class JobKeeper:
             clock=around.clock,
             patience_seconds=spec.patience_seconds,
             open_server=lambda supervisor, token: around.port.job(self.key, url, supervisor, token),
-            sinks=(*around.sinks, self._posted.sink),
+            sinks=(*around.sinks, self._posted.sink, lambda _: self._wake.set()),
         )
         job.staging_bytes = (self._object.get("status") or {}).get("stagingBytes")
         for pod in pods:
@@ -414,6 +414,7 @@ class JobKeeper:
                 refusal=host.job.allocation.refusal,
                 staging_bytes=host.job.staging_bytes,
                 nodes=len(host.job.allocation.nodes()),
+                first_step=host.job.first_step,
             )
             spec: Mapping[str, Any] = self._object.get("spec") or {}
             status = running_status(before, running, spec, job=self.key[1], edited=edited, now_wall=now)

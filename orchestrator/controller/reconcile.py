@@ -165,6 +165,8 @@ class Running:
     refusal: KubernetesError | None
     staging_bytes: int | None
     nodes: int
+    first_step: int | None = None
+    """That the run began at; None: not known."""
 
 
 PHASES = {
@@ -195,6 +197,7 @@ def running_status(
         conditions.put("SpecApplied", "False", "WaitsForNextRun", words)
     else:
         conditions.put("SpecApplied", "True", "Applied", "the run has this spec")
+    conditions.end("Complete", "Failed")
     started = before.get("startedAt") or iso(now_wall)
     status: Object = {
         **{name: before[name] for name in ("startedStep", "stagingBytes", "newestCheckpoint") if name in before},
@@ -234,7 +237,8 @@ def _optional(
     elif "committedAt" in before:
         found["committedAt"] = before["committedAt"]
     if said["phase"] == "running" and "startedStep" not in before:
-        found["startedStep"] = int(said["newest_committed_step"] or 0)
+        known = running.first_step if running.first_step is not None else said["newest_committed_step"]
+        found["startedStep"] = int(known or 0)
     goodput = goodput_of({**before, **found, "step": said["step"], "startedAt": started}, now_wall)
     if goodput is not None:
         found["goodput"] = f"{100 * goodput:.0f} %"
@@ -286,6 +290,7 @@ def ended_status(
     """The status after a run has ended."""
     conditions = Conditions(before, edited, now_wall)
     conditions.put("Training", "False", state, reason)
+    conditions.put("PodsReady", "False", "GivenBack", "no pod is needed")
     if state == "Done":
         conditions.put("Complete", "True", "Done", reason)
     if state == "Failed":
@@ -343,6 +348,12 @@ class Conditions:
             "lastTransitionTime": since,
             "observedGeneration": self._edited,
         }
+
+    def end(self, *kinds: str) -> None:
+        """Of a run before this one: they hold no more."""
+        for kind in kinds:
+            if self._found.get(kind, {}).get("status") == "True":
+                self.put(kind, "False", "RunsAgain", "it goes on")
 
     def all(self) -> list[Object]:
         """In order of their types."""
