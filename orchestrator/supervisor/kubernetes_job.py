@@ -211,6 +211,8 @@ class KubernetesJob:
             self.staging_bytes = found
         if record.kind == "generation opened" and self.first_step is None:
             self.first_step = record.step
+        if record.kind == "node joined" and record.node is not None:
+            self._notices.on_joined(record.node)
 
     def _grace_seconds(self) -> float:
         measured = self.supervisor.job.measured

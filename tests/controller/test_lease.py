@@ -149,7 +149,9 @@ async def test_a_conflict_is_no_loss_as_long_as_it_is_ours(client: KubernetesCli
     await asyncio.gather(holding, return_exceptions=True)
 
 
-async def test_an_api_server_that_is_away_for_too_long_takes_it_away(client: KubernetesClient, cluster: Cluster) -> None:
+async def test_an_api_server_that_is_away_for_too_long_takes_it_away(
+    client: KubernetesClient, cluster: Cluster
+) -> None:
     assert cluster.server is not None
     clock = ShiftedClock()
     first = lease_of(client, "first", clock)

@@ -249,13 +249,21 @@ def refused(status: int, reason: str, message: str) -> KubernetesError:
 @pytest.mark.parametrize(
     ("changes", "reason", "words"),
     [
-        ({"refusal": refused(403, "Forbidden", "exceeded quota: few, used: 2")}, "QuotaExceeded", "exceeded quota: few"),
+        (
+            {"refusal": refused(403, "Forbidden", "exceeded quota: few, used: 2")},
+            "QuotaExceeded",
+            "exceeded quota: few",
+        ),
         ({"refusal": refused(422, "Invalid", "spec.containers[0].name: bad")}, "Invalid", "containers[0].name: bad"),
         ({"refusal": KubernetesError("it does not answer")}, "Unavailable", "it does not answer"),
         (
             {
                 "waiting": [
-                    pod(containerStatuses=[{"name": "t", "state": {"waiting": {"reason": "ErrImagePull", "message": "x"}}}])
+                    pod(
+                        containerStatuses=[
+                            {"name": "t", "state": {"waiting": {"reason": "ErrImagePull", "message": "x"}}}
+                        ]
+                    )
                 ]
             },
             "ErrImagePull",

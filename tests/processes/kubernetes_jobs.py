@@ -127,7 +127,7 @@ class Jobs:
         return self.events(kind)[count - 1]
 
     def kill_controller(self) -> None:
-        """SIGKILL to the newest. Its lease is taken away, too, so that the next one need not wait until it has run out."""
+        """SIGKILL to the newest. Its lease is taken away, so that the next one need not wait for it to run out."""
         self.controllers[-1].kill()
         self.controllers[-1].wait()
         self.cluster.request("DELETE", path_of("leases", self.namespace, "orchestrator-controller"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +93,13 @@ def test_metadata_is_the_templates_and_ours() -> None:
 
 
 def test_the_first_container_runs_the_agent() -> None:
-    own = {**CONTAINER, "command": ["/opt/python"], "args": ["x"], "env": [{"name": "A", "value": "1"}], "workingDir": "/w"}
+    own = {
+        **CONTAINER,
+        "command": ["/opt/python"],
+        "args": ["x"],
+        "env": [{"name": "A", "value": "1"}],
+        "workingDir": "/w",
+    }
     first, second = rendered({"containers": [own, {"name": "side", "image": "s", "command": ["s"]}]})["containers"]
     assert first["command"] == ["/opt/python", "-m", "orchestrator.agent"]
     assert "x" not in first["args"]
@@ -169,7 +174,9 @@ def test_pods_are_spread_over_zones_unless_the_template_knows_better() -> None:
 
 
 def test_other_terms_are_a_merge_patch() -> None:
-    template = {"spec": {"containers": [CONTAINER], "nodeSelector": {"spot": "true", "gpu": "h100"}, "tolerations": [{}]}}
+    template = {
+        "spec": {"containers": [CONTAINER], "nodeSelector": {"spot": "true", "gpu": "h100"}, "tolerations": [{}]}
+    }
     fallback = {"spec": {"nodeSelector": {"spot": None}, "tolerations": [], "priorityClassName": "high"}}
     found = plan(template, fallback=fallback)
     first = render_pod(found, "a", grace_seconds=0)["spec"]
@@ -232,7 +239,13 @@ def test_the_api_server_takes_it(cluster: Cluster, spec: dict[str, Any]) -> None
         {"metadata": {"labels": [], "deletionTimestamp": 5, "creationTimestamp": "yesterday"}},
         {"metadata": {"deletionTimestamp": "soon", "deletionGracePeriodSeconds": "many"}},
         {"status": {"phase": None, "conditions": {}, "containerStatuses": [None, 3, {}]}},
-        {"status": {"phase": "Failed", "conditions": [None, "x"], "containerStatuses": [{"state": {"terminated": {}}}]}},
+        {
+            "status": {
+                "phase": "Failed",
+                "conditions": [None, "x"],
+                "containerStatuses": [{"state": {"terminated": {}}}],
+            }
+        },
         {"status": {"containerStatuses": [{"state": {"waiting": {"message": "no reason"}}}]}},
         {"status": {"phase": "OfTheFuture"}},
     ],

@@ -76,7 +76,9 @@ def test_a_pod_that_is_deleted_leaves_its_grace_once(scene: Scene) -> None:
     deleted = {"deletionTimestamp": "2026-01-01T00:00:20Z", "deletionGracePeriodSeconds": 25}
     scene.found.on_pod(pod(), False)
     scene.found.on_pod(pod(metadata=deleted), False)
-    assert scene.notices() == [("p", NoticeKind.PREEMPT, pytest.approx(20, abs=6))]
+    ((node, kind, left),) = scene.notices()
+    assert (node, kind) == ("p", NoticeKind.PREEMPT)
+    assert left == pytest.approx(20, abs=6)
     scene.clock.now_seconds += 5
     scene.found.on_pod(pod(metadata=deleted, message="changed"), False)
     assert scene.notices() == []
@@ -167,3 +169,19 @@ def test_places_are_told_once_and_again_when_they_change(scene: Scene) -> None:
     assert [(node, place.partition("/")[0]) for node, place in scene.places()] == [("q", "a")]
     scene.found.on_host(host(zone="b"), False)
     assert [(node, place.partition("/")[0]) for node, place in scene.places()] == [("p", "b"), ("q", "b")]
+
+
+def test_who_joins_later_is_told_again(scene: Scene) -> None:
+    """A supervisor passes over what concerns a node that it does not know yet: a pod that starts, a controller, too."""
+    deleted = {"deletionTimestamp": "2026-01-01T00:00:20Z", "deletionGracePeriodSeconds": 25}
+    scene.found.on_host(host("h", SPOT), False)
+    scene.found.on_pod(pod(metadata=deleted, conditions=[DISRUPTED]), False)
+    first = scene.notices()
+    assert len(first) == 3
+    scene.found.on_joined("p")
+    assert scene.notices() == first
+    scene.found.on_joined("nobody")
+    assert scene.notices() == []
+    scene.found.on_pod(pod(), True)
+    scene.found.on_joined("p")
+    assert scene.notices() == []

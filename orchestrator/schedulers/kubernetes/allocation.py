@@ -85,11 +85,16 @@ class KubernetesAllocation:
     async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
         """Those of this run's pods that run report to this supervisor; those that wait are used when nodes are wanted.
 
+        One that is being deleted still runs until its grace is over: what its ranks hold is saved.
+
         URL and token are in the run's Secret already. `observe` has to have told of all pods that there are.
         """
         self._on_lost = on_lost
         self._spawn(self._look_for_ever())
-        running = [name for name, node in self._nodes.items() if node.pod.phase == "Running" and not node.pod.deleting]
+        now = self._clock.wall()
+        running = [
+            name for name, node in self._nodes.items() if node.pod.phase == "Running" and not is_overdue(node.pod, now)
+        ]
         self._spares = [name for name, node in self._nodes.items() if name not in running and not node.pod.deleting]
         for name in [name for name, node in self._nodes.items() if node.pod.deleting and name not in running]:
             self._release(name)
