@@ -287,7 +287,7 @@ class JobKeeper:
             clock=around.clock,
             patience_seconds=spec.patience_seconds,
             open_server=lambda supervisor, token: around.port.job(self.key, self._url, supervisor, token),
-            sinks=(*around.sinks, self._posted.sink),
+            sinks=(*around.sinks, self._posted.sink, lambda _: self._wake.set()),
         )
         job.staging_bytes = (self._object.get("status") or {}).get("stagingBytes")
         for pod in pods:
@@ -425,6 +425,7 @@ class JobKeeper:
                 staging_bytes=host.job.staging_bytes,
                 nodes=len(host.job.allocation.nodes()),
                 problems=problems,
+                first_step=host.job.first_step,
             )
             spec: Mapping[str, Any] = self._object.get("spec") or {}
             status = running_status(before, running, spec, job=self.key[1], edited=edited, now_wall=now)

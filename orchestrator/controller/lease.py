@@ -100,7 +100,7 @@ class LeaderLease:
         try:
             held = await asyncio.wait_for(asyncio.to_thread(self._take_or_renew), RENEW_SECONDS)
         except KubernetesError as error:
-            self.problem = None if error.status == 409 else str(error)
+            self.problem = str(error)  # a conflict, too: who holds it is read again
             return False
         except TimeoutError:
             self.problem = "the API server does not answer"

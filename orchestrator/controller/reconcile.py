@@ -184,6 +184,8 @@ class Running:
     nodes: int
     problems: Sequence[str] = ()
     """What is wrong with the spec as it is now; the run goes on with its own."""
+    first_step: int | None = None
+    """That the run began at; None: not known."""
 
 
 PHASES = {
@@ -217,6 +219,7 @@ def running_status(
         conditions.put("SpecApplied", "False", "WaitsForNextRun", words)
     else:
         conditions.put("SpecApplied", "True", "Applied", "the run has this spec")
+    conditions.end("Complete", "Failed")
     started = before.get("startedAt") or iso(now_wall)
     status: Object = {
         **{name: before[name] for name in ("startedStep", "stagingBytes", "newestCheckpoint") if name in before},
@@ -256,7 +259,8 @@ def _optional(
     elif "committedAt" in before:
         found["committedAt"] = before["committedAt"]
     if said["phase"] == "running" and "startedStep" not in before:
-        found["startedStep"] = int(said["newest_committed_step"] or 0)
+        known = running.first_step if running.first_step is not None else said["newest_committed_step"]
+        found["startedStep"] = int(known or 0)
     goodput = goodput_of({**before, **found, "step": said["step"], "startedAt": started}, now_wall)
     if goodput is not None:
         found["goodput"] = f"{100 * goodput:.0f} %"
@@ -307,8 +311,8 @@ def ended_status(
 ) -> Object:
     """The status after a run has ended."""
     conditions = Conditions(before, edited, now_wall)
-    conditions.drop("PodsReady")
     conditions.put("Training", "False", state, reason)
+    conditions.put("PodsReady", "False", "GivenBack", "no pod is needed")
     if state == "Done":
         conditions.put("Complete", "True", "Done", reason)
     if state == "Failed":
@@ -367,9 +371,11 @@ class Conditions:
             "observedGeneration": self._edited,
         }
 
-    def drop(self, kind: str) -> None:
-        """It means nothing any more."""
-        self._found.pop(kind, None)
+    def end(self, *kinds: str) -> None:
+        """Of a run before this one: they hold no more."""
+        for kind in kinds:
+            if self._found.get(kind, {}).get("status") == "True":
+                self.put(kind, "False", "RunsAgain", "it goes on")
 
     def all(self) -> list[Object]:
         """In order of their types."""

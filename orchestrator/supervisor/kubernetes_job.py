@@ -164,6 +164,8 @@ class KubernetesJob:
         self.run_name = run.name
         self.staging_bytes: int | None = None
         """That all ranks stage together, once it was measured."""
+        self.first_step: int | None = None
+        """That this run began at, as far as this process has seen its begin."""
         self.allocation = KubernetesAllocation(
             client=client,
             plan=plan,
@@ -219,6 +221,10 @@ class KubernetesJob:
         found = record.facts.get("staging_bytes")
         if record.kind == "preflight" and isinstance(found, int):
             self.staging_bytes = found
+        if record.kind == "generation opened" and self.first_step is None:
+            self.first_step = record.step
+        if record.kind == "node joined" and record.node is not None:
+            self._notices.on_joined(record.node)
 
     def _grace_seconds(self) -> float:
         measured = self.supervisor.job.measured

@@ -24,6 +24,7 @@ class KubernetesNotices:
         self._clock = clock
         self._submit = submit
         self._grace_seconds = grace_seconds
+        self._pods: dict[str, Object] = {}
         self._hosts: dict[str, Object] = {}
         self._host_of: dict[str, str] = {}
         """Pod → the host that it is on."""
@@ -34,15 +35,27 @@ class KubernetesNotices:
         """A pod of the run has changed, or is gone."""
         pod = read_pod(found)
         if gone or pod.ended:
+            self._pods.pop(pod.name, None)
             self._host_of.pop(pod.name, None)
             self._places.pop(pod.name, None)
             self._told = {key: told for key, told in self._told.items() if key[0] != pod.name}
             return
+        self._pods[pod.name] = found
         self._tell(pod.name, "pod", parse_pod(found, self._clock.wall()))
         if pod.host and self._host_of.get(pod.name) != pod.host:
             self._host_of[pod.name] = pod.host
             if pod.host in self._hosts:
                 self._look_at(pod.name, self._hosts[pod.host])
+
+    def on_joined(self, pod: str) -> None:
+        """The supervisor knows the pod as a node from now on: what was told of it before, it has passed over."""
+        if pod not in self._pods:
+            return
+        self._told = {key: told for key, told in self._told.items() if key[0] != pod}
+        self._tell(pod, "pod", parse_pod(self._pods[pod], self._clock.wall()))
+        host = self._host_of.get(pod)
+        if host in self._hosts:
+            self._look_at(pod, self._hosts[host])
 
     def on_host(self, found: Object, gone: bool) -> None:
         """A host of the cluster has changed. That it is gone is told by its pods."""

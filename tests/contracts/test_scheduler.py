@@ -17,17 +17,25 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.clock import SystemClock
 from orchestrator.schedulers.base import Scheduler
+from orchestrator.schedulers.kubernetes import allocation
+from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
+from orchestrator.schedulers.kubernetes.client import connect
+from orchestrator.schedulers.kubernetes.pods import Owner, PodPlan
+from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, Collection, path_of
 from orchestrator.schedulers.local import LocalScheduler
 from orchestrator.schedulers.slurm.allocation import Host, SlurmAllocation
 from orchestrator.schedulers.slurm.commands import SlurmCommands
+from tests.kubernetes.cluster import running_cluster, why_not
 from tests.slurm_cluster import SlurmCluster
 
-KINDS = ("local", "slurm")
+KINDS = ("local", "slurm", "kubernetes")
 WAIT_SECONDS = 30.0
 STUB = """
 import json, os, signal, sys, time
-said = json.load(sys.stdin)
+words = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
+said = json.load(open(words["settings"])) | {"node": words["node"]} if words else json.load(sys.stdin)
 name = os.path.join(said["folder"], said["node"])
 with open(name + ".draft", "w") as file:
     json.dump(said | {"pid": os.getpid()}, file)
@@ -91,8 +99,8 @@ def _lives(pid: int) -> bool:
 async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Scene]:
     """Each scheduler, started."""
     (tmp_path / "agents").mkdir()
-    make = _local if request.param == "local" else _slurm
-    async with make(request, tmp_path) as scheduler:
+    make = {"local": _local, "slurm": _slurm, "kubernetes": _kubernetes}
+    async with make[request.param](request, tmp_path) as scheduler:
         found = Scene(scheduler=scheduler, folder=tmp_path / "agents")
         left = await scheduler.start("http://127.0.0.1:1", "the token", found.lost.__setitem__)
         assert left == ()
@@ -138,6 +146,38 @@ async def _slurm(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     cluster.run("scancel", job_id)
     while cluster.run("squeue", "-h", "-j", job_id, check=False).strip():
         await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def _kubernetes(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Scheduler]:
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(missing)
+    patch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+    patch.setattr(allocation, "STOP_SECONDS", 2.0)
+    (folder / "cluster").mkdir()
+    (folder / "stub.py").write_text(STUB)
+    with running_cluster(folder / "cluster", nodes=2) as cluster:
+        patch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        data = {"settings.json": _settings(folder, "", "http://127.0.0.1:1", "the token")}
+        cluster.create(path_of("secrets", "default"), {"metadata": {"name": "job-run"}, "stringData": data})
+        container = {"name": "t", "image": "i", "command": [sys.executable, str(folder / "stub.py")]}
+        plan = PodPlan(
+            owner=Owner(namespace="default", name="job", uid="no-owner"),
+            run="run",
+            secret="job-run",
+            template={"spec": {"containers": [container]}},
+            fallback=None,
+            labels={},
+            grace_seconds=30.0,
+        )
+        client = connect()
+        found = KubernetesAllocation(client=client, plan=plan, clock=SystemClock(), patience_seconds=600.0)
+        pods = Collection(client, "pods", namespace="default", selector=JOB_LABEL, on_change=found.observe)
+        pods.start()
+        await pods.listed()
+        yield found
+        pods.stop()
 
 
 def _settings(folder: Path, node: str, url: str, token: str) -> str:

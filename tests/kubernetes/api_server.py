@@ -12,8 +12,9 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Seen:
     code: int
     agent: str
     """Its User-Agent."""
+    at_seconds: float = field(default_factory=time.monotonic)
 
 
 @dataclass

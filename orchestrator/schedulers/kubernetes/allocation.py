@@ -27,6 +27,8 @@ from orchestrator.schedulers.kubernetes.watching import path_of
 LOOK_SECONDS = 1.0
 STOP_SECONDS = 10.0
 """For agents that were dismissed to end by themselves."""
+GONE_SECONDS = 5.0
+"""For pods that were deleted in the end to be gone; one whose host does not answer is not waited for any longer."""
 OVERDUE_SECONDS = 10.0
 """A pod that is still there so long after its grace has a host that does not answer."""
 REFUSED_SECONDS_FIRST = 1.0
@@ -87,11 +89,16 @@ class KubernetesAllocation:
     async def start(self, supervisor_url: str, token: str, on_lost: OnLost) -> tuple[str, ...]:
         """Those of this run's pods that run report to this supervisor; those that wait are used when nodes are wanted.
 
+        One that is being deleted still runs until its grace is over: what its ranks hold is saved.
+
         URL and token are in the run's Secret already. `observe` has to have told of all pods that there are.
         """
         self._on_lost = on_lost
         self._spawn(self._look_for_ever())
-        running = [name for name, node in self._nodes.items() if node.pod.phase == "Running"]
+        now = self._clock.wall()
+        running = [
+            name for name, node in self._nodes.items() if node.pod.phase == "Running" and not is_overdue(node.pod, now)
+        ]
         self._spares = [name for name, node in self._nodes.items() if name not in running and not node.pod.deleting]
         return tuple(running)
 
@@ -123,14 +130,18 @@ class KubernetesAllocation:
         if not self.abandoned:
             for node in self._nodes.values():
                 node.released = True
-            until = self._clock.monotonic() + STOP_SECONDS
-            while self._nodes and self._clock.monotonic() < until:
-                await asyncio.sleep(0.05)
+            await self._until_gone(STOP_SECONDS)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self.abandoned:
             await asyncio.gather(*(self._delete(node.pod) for node in list(self._nodes.values())))
+            await self._until_gone(GONE_SECONDS)
+
+    async def _until_gone(self, seconds: float) -> None:
+        until = self._clock.monotonic() + seconds
+        while self._nodes and self._clock.monotonic() < until:
+            await asyncio.sleep(0.05)
 
     # ------------------------------------------------------------------------------------------ what is seen
 

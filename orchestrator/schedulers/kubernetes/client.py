@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -239,8 +240,9 @@ def connect(context: str | None = None) -> KubernetesClient:
             sdk_config.load_incluster_config(client_configuration=settings)
             namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
         else:
-            sdk_config.load_kube_config(context=context, client_configuration=settings)
-            namespace = _namespace_of(context)
+            where = os.environ.get("KUBECONFIG")  # the official client has read it when it was imported
+            sdk_config.load_kube_config(config_file=where, context=context, client_configuration=settings)
+            namespace = _namespace_of(where, context)
     except (ConfigException, OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"no Kubernetes cluster is configured here: {' '.join(str(error).split())}; "
@@ -249,8 +251,8 @@ def connect(context: str | None = None) -> KubernetesClient:
     return KubernetesClient(sdk.ApiClient(settings), namespace=namespace or "default")
 
 
-def _namespace_of(context: str | None) -> str:
-    contexts, active = sdk_config.list_kube_config_contexts()
+def _namespace_of(where: str | None, context: str | None) -> str:
+    contexts, active = sdk_config.list_kube_config_contexts(config_file=where)
     chosen = active if context is None else next(one for one in contexts if one["name"] == context)
     return str(chosen["context"].get("namespace") or "default")
 

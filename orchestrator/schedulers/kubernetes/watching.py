@@ -148,6 +148,8 @@ class Collection:
             return
         key = key_of(found)
         known = self._objects.get(key)
+        if gone and known is not None and _uid(known) != _uid(found):
+            return  # another one has its name by now
         if gone:
             self._objects.pop(key, None)
         elif known is not None and _version(known) == _version(found):

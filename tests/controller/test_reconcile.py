@@ -1,0 +1,391 @@
+"""What is done about a TrainingJob in every state, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.controller.crd import TrainingJobSpec, read_spec
+from orchestrator.controller.reconcile import (
+    Act,
+    Hosted,
+    Running,
+    Seen,
+    differs,
+    duration,
+    ended_status,
+    goodput_of,
+    iso,
+    reconcile,
+    restart_seconds,
+    resting_status,
+    running_status,
+    state_after,
+    steady,
+)
+from orchestrator.core.messages import Outcome
+from orchestrator.errors import ExitCode, KubernetesError
+from orchestrator.schedulers.kubernetes.pods import Pod, read_pod
+
+NOW = 1_800_000_000.0
+BASE = {"store": "s3://b/jobs", "command": ["python", "train.py"], "template": {"spec": {"containers": [{}]}}}
+
+
+def spec(**fields: Any) -> TrainingJobSpec:
+    return read_spec({**BASE, **fields})
+
+
+SEEN = Seen(
+    spec=spec(nodesMax=2),
+    problems=(),
+    edited=3,
+    deleting=False,
+    status={},
+    rollback_to=None,
+    hosted=None,
+    pods_work=False,
+)
+HOSTED = Hosted(wanted_nodes=2, ending=False, cancelling=False)
+
+
+def at_rest(**changes: Any) -> Seen:
+    return replace(SEEN, **changes)
+
+
+def hosted(about: dict[str, Any] | None = None, **changes: Any) -> Seen:
+    return replace(SEEN, hosted=replace(HOSTED, **(about or {})), pods_work=True, **changes)
+
+
+def ended(state: str, edited: int = 3) -> dict[str, Any]:
+    return {"state": state, "endedGeneration": edited}
+
+
+@pytest.mark.parametrize(
+    ("seen", "act", "state"),
+    [
+        # nothing of it runs
+        (at_rest(), Act.HOST, None),
+        (at_rest(pods_work=True), Act.HOST, None),
+        (at_rest(pods_work=True, deleting=True), Act.HOST, None),
+        (at_rest(pods_work=True, spec=None, problems=("bad",)), Act.HOST, None),
+        (at_rest(pods_work=True, spec=spec(suspend=True)), Act.HOST, None),
+        (at_rest(pods_work=True, status=ended("Done")), Act.CLEAR, None),
+        (at_rest(pods_work=True, status=ended("Failed")), Act.CLEAR, None),
+        (at_rest(pods_work=True, status=ended("Failed", 2)), Act.HOST, None),
+        (at_rest(pods_work=True, status=ended("Suspended"), spec=spec(suspend=True)), Act.CLEAR, None),
+        (at_rest(pods_work=True, status=ended("Suspended")), Act.HOST, None),
+        (at_rest(deleting=True), Act.LET_GO, None),
+        (at_rest(deleting=True, spec=None), Act.LET_GO, None),
+        (at_rest(spec=None, problems=("bad",)), Act.NOTHING, "Invalid"),
+        (at_rest(spec=spec(suspend=True)), Act.NOTHING, "Suspended"),
+        (at_rest(spec=spec(cancel=True)), Act.NOTHING, "Cancelled"),
+        (at_rest(spec=spec(cancel=True), status=ended("Done")), Act.NOTHING, None),
+        (at_rest(spec=spec(cancel=True), status=ended("Failed", 2)), Act.NOTHING, None),
+        (at_rest(spec=spec(cancel=True), status=ended("Suspended")), Act.NOTHING, "Cancelled"),
+        (at_rest(status=ended("Done")), Act.NOTHING, None),
+        (at_rest(status=ended("Done", 2)), Act.NOTHING, None),
+        (at_rest(status=ended("Done", 2), spec=spec(takeOver=True)), Act.HOST, None),
+        (at_rest(status=ended("Done"), spec=spec(takeOver=True)), Act.NOTHING, None),
+        (at_rest(status=ended("Failed")), Act.NOTHING, None),
+        (at_rest(status=ended("Failed", 2)), Act.HOST, None),
+        (at_rest(status=ended("Cancelled")), Act.NOTHING, None),
+        (at_rest(status=ended("Cancelled", 2)), Act.HOST, None),
+        (at_rest(status=ended("Suspended")), Act.HOST, None),
+        (at_rest(status=ended("Pending")), Act.HOST, None),
+        (at_rest(status={"state": "Invalid"}), Act.HOST, None),
+        (at_rest(rollback_to="10"), Act.HOST, None),
+        # this process supervises it
+        (hosted(), Act.NOTHING, None),
+        (hosted(spec=spec(nodesMax=3)), Act.RESIZE, None),
+        (hosted(spec=spec(nodesMax=1)), Act.RESIZE, None),
+        (hosted(spec=spec(nodesMax=2, suspend=True)), Act.DRAIN, None),
+        (hosted(spec=spec(nodesMax=3, suspend=True), rollback_to="10"), Act.DRAIN, None),
+        (hosted(spec=spec(suspend=True, cancel=True)), Act.CANCEL, None),
+        (hosted(spec=spec(cancel=True), deleting=True), Act.CANCEL, None),
+        (hosted({"ending": True}, spec=spec(cancel=True)), Act.CANCEL, None),
+        (hosted({"ending": True, "cancelling": True}, spec=spec(cancel=True)), Act.NOTHING, None),
+        (hosted({"ending": True}, spec=spec(nodesMax=3)), Act.NOTHING, None),
+        (hosted({"ending": True}, deleting=True), Act.NOTHING, None),
+        (hosted(deleting=True), Act.DRAIN, None),
+        (hosted(deleting=True, spec=None), Act.DRAIN, None),
+        (hosted(spec=None, problems=("bad",)), Act.NOTHING, None),
+        (hosted(rollback_to="10"), Act.ROLL_BACK, None),
+        (hosted(rollback_to="ten"), Act.ROLL_BACK, None),
+        (hosted({"waits_for": ("template",)}), Act.NOTHING, None),
+        (hosted({"waits_for": ("template",), "pods_run": False}), Act.DRAIN, None),
+        (hosted({"pods_run": False}), Act.NOTHING, None),
+    ],
+)
+def test_acts(seen: Seen, act: Act, state: str | None) -> None:
+    decision = reconcile(seen)
+    assert (decision.act, decision.state) == (act, state)
+    assert decision.reason or seen.status
+
+
+@pytest.mark.parametrize(
+    ("text", "step"), [("0", 0), ("120", 120), ("ten", None), ("-1", None), ("1.5", None), ("", None), ("9" * 30, None)]
+)
+def test_the_step_of_a_rollback(text: str, step: int | None) -> None:
+    assert reconcile(hosted(rollback_to=text)).number == step
+
+
+def test_every_act_is_in_the_table() -> None:
+    cases = next(mark for mark in test_acts.pytestmark if mark.name == "parametrize").args[1]  # type: ignore[attr-defined]
+    assert {act for _, act, _ in cases} == set(Act)
+
+
+def test_what_waits_for_the_next_run() -> None:
+    before = {**BASE, "nodesMax": 2, "saveEvery": 10}
+    assert differs(before, before) == ()
+    live = {"nodesMax": 3, "suspend": True, "cancel": True, "takeOver": True}
+    assert differs({**before, **live}, before) == ()
+    after = {**before, "saveEvery": 20, "keepLast": 3}
+    del after["store"]
+    assert differs(after, before) == ("keepLast", "saveEvery", "store")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "goes_on", "state"),
+    [
+        (Outcome.DONE, ExitCode.DONE, True, "Done"),
+        (Outcome.CANCELLED, ExitCode.FAILED, True, "Cancelled"),
+        (Outcome.DRAINED, ExitCode.RESUMABLE, False, "Suspended"),
+        (Outcome.DRAINED, ExitCode.RESUMABLE, True, "Pending"),
+        (Outcome.FAILED, ExitCode.FAILED, True, "Failed"),
+        (None, ExitCode.FENCED, True, "Failed"),
+        (Outcome.FAILED, ExitCode.NEVER_RESTART, False, "Failed"),
+    ],
+)
+def test_the_state_after_a_run(outcome: Outcome | None, code: ExitCode, goes_on: bool, state: str) -> None:
+    assert state_after(outcome, code, goes_on=goes_on) == state
+
+
+def test_a_supervisor_that_fails_again_and_again_is_started_ever_later() -> None:
+    assert [restart_seconds(crashes) for crashes in (0, 1, 2, 3, 50)] == [0, 5, 10, 20, 300]
+
+
+# ---------------------------------------------------------------------------------------------------- status
+
+SAID = {
+    "phase": "running",
+    "generation": 4,
+    "world_size": 2,
+    "step": 120,
+    "until": 1000,
+    "progress": 0.12,
+    "eta_seconds": 880.0,
+    "step_seconds": 1.0,
+    "seconds_without_step": 0.1,
+    "hang": None,
+    "newest_committed": "g00000004-s0000000100",
+    "newest_committed_step": 100,
+    "commit_age_seconds": 20.0,
+    "nodes": [{"node": "a", "going": False}, {"node": "b", "going": False}],
+}
+
+
+def running(said: dict[str, Any] | None = None, **changes: Any) -> Running:
+    usual: dict[str, Any] = {
+        "supervisor": {**SAID, **(said or {})},
+        "run": "0a1b",
+        "run_spec": BASE,
+        "waiting": (),
+        "refusal": None,
+        "staging_bytes": None,
+        "nodes": 2,
+    }
+    return Running(**{**usual, **changes})
+
+
+def status_of(found: Running, before: dict[str, Any] | None = None, now: float = NOW) -> dict[str, Any]:
+    return running_status(before or {}, found, BASE, job="small", edited=3, now_wall=now)
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    (found,) = [one for one in status["conditions"] if one["type"] == kind]
+    return dict(found)
+
+
+def pod(**status: Any) -> Pod:
+    return read_pod({"metadata": {"name": "p"}, "status": {"phase": "Pending", **status}})
+
+
+def test_a_job_that_trains() -> None:
+    status = status_of(running())
+    assert status["state"] == "Running"
+    assert status["reason"] == "training on 2 nodes"
+    assert (status["step"], status["until"], status["progress"], status["eta"]) == (120, 1000, "12.0 %", "14m")
+    assert (status["generation"], status["worldSize"], status["nodes"]) == (4, 2, 2)
+    assert status["newestCheckpoint"] == "g00000004-s0000000100"
+    assert status["committedAt"] == iso(NOW - 20)
+    assert status["selector"] == "orchestrator.dev/job=small"
+    assert status["observedGeneration"] == 3
+    assert [condition(status, kind)["status"] for kind in ("Training", "PodsReady", "SpecApplied")] == ["True"] * 3
+
+
+@pytest.mark.parametrize(
+    ("phase", "state"),
+    [
+        ("gathering", "Pending"),
+        ("opening", "Pending"),
+        ("starting", "Pending"),
+        ("running", "Running"),
+        ("leaving", "Saving"),
+        ("clearing", "Saving"),
+        ("ending", "Saving"),
+    ],
+)
+def test_states(phase: str, state: str) -> None:
+    assert status_of(running({"phase": phase}))["state"] == state
+
+
+def test_the_step_does_not_fall_while_a_gang_forms_anew() -> None:
+    before = status_of(running())
+    assert status_of(running({"phase": "starting", "step": 0}), before)["step"] == 120
+    assert status_of(running({"step": 101}), before)["step"] == 101
+
+
+def refused(status: int, reason: str, message: str) -> KubernetesError:
+    return KubernetesError(f"refused: {message}", status=status, reason=reason, message=message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        (
+            {"refusal": refused(403, "Forbidden", "exceeded quota: few, used: 2")},
+            "QuotaExceeded",
+            "exceeded quota: few",
+        ),
+        ({"refusal": refused(422, "Invalid", "spec.containers[0].name: bad")}, "Invalid", "containers[0].name: bad"),
+        ({"refusal": KubernetesError("it does not answer")}, "Unavailable", "it does not answer"),
+        (
+            {
+                "waiting": [
+                    pod(
+                        containerStatuses=[
+                            {"name": "t", "state": {"waiting": {"reason": "ErrImagePull", "message": "x"}}}
+                        ]
+                    )
+                ]
+            },
+            "ErrImagePull",
+            "container t: ErrImagePull: x",
+        ),
+        (
+            {"waiting": [pod(conditions=[{"type": "PodScheduled", "status": "False", "message": "0/3 nodes"}])]},
+            "Unschedulable",
+            "1 pod finds no place: 0/3 nodes",
+        ),
+        ({"waiting": [pod(), pod()]}, "Starting", "2 pods start"),
+    ],
+)
+def test_why_pods_do_not_run(changes: dict[str, Any], reason: str, words: str) -> None:
+    status = status_of(running({"phase": "gathering"}, **changes))
+    found = condition(status, "PodsReady")
+    assert (found["status"], found["reason"]) == ("False", reason)
+    assert words in found["message"]
+    assert status["reason"] == found["message"]
+    assert status_of(running(**changes))["reason"] == "training on 2 nodes"
+
+
+def test_a_spec_that_waits_for_the_next_run() -> None:
+    found = running(run_spec={**BASE, "saveEvery": 10})
+    applied = condition(status_of(found), "SpecApplied")
+    assert (applied["status"], applied["reason"]) == ("False", "WaitsForNextRun")
+    assert applied["message"].startswith("saveEvery: ")
+
+
+def test_a_transition_time_changes_with_the_conditions_status_only() -> None:
+    first = status_of(running({"phase": "gathering"}, waiting=[pod()]))
+    second = status_of(running({"phase": "starting"}, waiting=[pod()]), first, NOW + 10)
+    third = status_of(running(), second, NOW + 20)
+    times = [
+        [condition(status, kind)["lastTransitionTime"] for status in (first, second, third)]
+        for kind in ("Training", "PodsReady", "SpecApplied")
+    ]
+    assert times == [[iso(NOW), iso(NOW), iso(NOW + 20)]] * 2 + [[iso(NOW)] * 3]
+    assert condition(second, "Training")["reason"] == "Starting"
+
+
+def test_a_status_that_is_computed_again_is_the_same() -> None:
+    """Else each look would be a write."""
+    first = status_of(running())
+    again = status_of(running({"commit_age_seconds": 21.2}), first, NOW + 1)
+    assert {**again, "goodput": None} == {**first, "goodput": None}
+
+
+def test_hangs_and_those_that_go_are_told() -> None:
+    said = {"hang": "rank 1 is blocked", "seconds_without_step": 300.0}
+    assert status_of(running(said))["reason"] == "no step for 5m: rank 1 is blocked"
+    going = [{"node": "a", "going": True}, {"node": "b", "going": False}]
+    assert status_of(running({"nodes": going}))["reason"] == "training on 2 nodes; a will go"
+
+
+def test_goodput_is_of_the_time_since_the_first_start() -> None:
+    status = {"startedAt": iso(NOW), "stepSeconds": 2.0, "startedStep": 100, "step": 120}
+    assert goodput_of(status, NOW + 50) == pytest.approx(0.8)
+    assert goodput_of(status, NOW + 30) == 1.0
+    assert goodput_of(status, NOW) is None
+    assert goodput_of({**status, "step": 0}, NOW + 50) == 0.0
+    for missing in ("startedAt", "stepSeconds", "startedStep"):
+        assert goodput_of({name: value for name, value in status.items() if name != missing}, NOW + 50) is None
+
+
+def test_the_step_that_a_run_began_at() -> None:
+    """Steps that were committed before the first look count, too."""
+    assert status_of(running(first_step=0))["startedStep"] == 0
+    assert status_of(running(first_step=None))["startedStep"] == 100
+    assert status_of(running(first_step=60), {"startedStep": 20})["startedStep"] == 20
+
+
+def test_what_is_left_of_a_status_after_the_end() -> None:
+    before = status_of(running())
+    status = ended_status(before, state="Done", reason="all is done", exit_code=0, edited=3, now_wall=NOW + 5)
+    assert (status["state"], status["exitCode"], status["endedGeneration"]) == ("Done", 0, 3)
+    assert (status["nodes"], status["worldSize"]) == (0, 0)
+    assert not status.keys() & {"run", "eta", "generation"}
+    assert status["newestCheckpoint"] == before["newestCheckpoint"]
+    assert condition(status, "Complete")["status"] == "True"
+    assert condition(status, "Training")["status"] == "False"
+    failed = ended_status(before, state="Failed", reason="fenced", exit_code=3, edited=3, now_wall=NOW)
+    assert condition(failed, "Failed")["reason"] == "Fenced"
+
+
+def test_a_job_that_goes_on_after_its_end_has_not_ended_any_more() -> None:
+    done = ended_status({}, state="Failed", reason="broken", exit_code=1, edited=3, now_wall=NOW)
+    again = status_of(running(), done, NOW + 5)
+    assert condition(again, "Failed")["status"] == "False"
+    assert not again.keys() & {"exitCode", "endedGeneration"}
+
+
+def test_resting_states() -> None:
+    decision = reconcile(at_rest(spec=None, problems=("spec.nodesMin: no", "spec.store: no")))
+    status = resting_status({"step": 7}, decision, edited=3, now_wall=NOW)
+    assert status is not None
+    assert (status["state"], status["step"]) == ("Invalid", 7)
+    assert status["reason"] == "spec.nodesMin: no; spec.store: no"
+    assert condition(status, "SpecApplied")["reason"] == "Invalid"
+    assert resting_status(status, decision, edited=3, now_wall=NOW + 100) == status
+    assert resting_status({}, reconcile(at_rest()), edited=3, now_wall=NOW) is None
+
+
+def test_a_suspended_job_keeps_the_reason_of_its_suspension() -> None:
+    before = {"state": "Suspended", "reason": "drained: saved step 120"}
+    assert reconcile(at_rest(spec=spec(suspend=True), status=before)).reason == before["reason"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7260, "2h01m"), (172800, "2d0h"), (180000, "2d2h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_times_that_are_computed_stay() -> None:
+    assert steady(iso(NOW), NOW + 1.4) == iso(NOW)
+    assert steady(iso(NOW), NOW + 3) == iso(NOW + 3)
+    assert steady(None, NOW) == iso(NOW)
