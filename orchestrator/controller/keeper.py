@@ -304,7 +304,7 @@ class JobKeeper:
         )
 
     async def _remove_others(self, own: list[Object], pods: list[Object], run: Run) -> None:
-        """Runs that are over: their pods go, also those that were kept for their output, and what their agents were told is of no use any more."""
+        """Runs that are over: their pods go, also those kept for their output, and what agents were told with them."""
         for secret in own:
             name = secret["metadata"]["name"]
             if name != run.secret:
