@@ -12,6 +12,7 @@ import ssl
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 DAYS_VALID = 365 * 10
 """Longer than any run: a certificate that runs out in the middle of one would stop it."""
@@ -27,8 +28,8 @@ class Identity:
     key: str = field(repr=False)
 
 
-def new_identity() -> Identity:
-    """A certificate of its own, for this run alone (P-256)."""
+def new_identity(host: str | None = None) -> Identity:
+    """A certificate of its own (P-256), for this run alone; or for a host of that name, for clients that look at it."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -36,7 +37,7 @@ def new_identity() -> Identity:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
     now = datetime.datetime.now(datetime.UTC)
-    certificate = (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -45,14 +46,27 @@ def new_identity() -> Identity:
         .not_valid_before(now - datetime.timedelta(days=CLOCK_SKEW_DAYS))
         .not_valid_after(now + datetime.timedelta(days=DAYS_VALID))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
     )
+    if host is not None:
+        builder = builder.add_extension(x509.SubjectAlternativeName([_alternative(host)]), critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
     return Identity(
         certificate=certificate.public_bytes(serialization.Encoding.PEM).decode(),
         key=key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ).decode(),
     )
+
+
+def _alternative(host: str) -> Any:
+    from ipaddress import ip_address
+
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def server_context(identity: Identity | None) -> ssl.SSLContext | None:

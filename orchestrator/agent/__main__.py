@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from orchestrator.agent.first_process import stand_before
 from orchestrator.agent.node import run_agent
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.errors import ExitCode
@@ -45,6 +47,8 @@ def read_settings(words: list[str]) -> AgentSettings | str:
 
 def main() -> int:
     """Read the settings, run the agent."""
+    if os.getpid() == 1:
+        stand_before()
     settings = read_settings(sys.argv[1:])
     if isinstance(settings, str):
         sys.stderr.write(f"{settings}\n")

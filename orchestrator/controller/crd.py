@@ -31,7 +31,8 @@ class Fallback(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     template: dict[str, Any]
-    """A part of a pod template that is merged over `template` (JSON merge patch: null removes, lists are replaced)."""
+    """A part of a pod template that is merged over `template` (JSON merge patch: null removes, lists are replaced;
+    plain `kubectl apply` drops null, with --server-side it stays)."""
 
 
 class TrainingJobSpec(JobSettings):
@@ -115,7 +116,6 @@ def definition() -> Object:
                 "plural": PLURAL,
                 "singular": "trainingjob",
                 "shortNames": ["tj"],
-                "categories": ["all"],
             },
             "versions": [
                 {

@@ -54,6 +54,7 @@ from orchestrator.supervisor.kubernetes_job import (
     read_run,
     render_secret,
     run_to_go_on_with,
+    works,
 )
 from orchestrator.telemetry import Sink
 
@@ -105,8 +106,8 @@ class JobKeeper:
         self._gone = False
         self._crashes = 0
         self._not_before_seconds = 0.0
-        self._written: Object | None = None
-        """The status as it was last written, and when."""
+        self._unwritten: Object | None = None
+        """How the last run has ended, while that does not stand in the object yet."""
         self._written_seconds = 0.0
         self._posted = EventPoster(around.client, found)
 
@@ -167,7 +168,11 @@ class JobKeeper:
 
     async def _turn(self) -> None:
         if self._host is not None and self._host.task.done():
-            await self._on_end(self._host)
+            self._on_end(self._host)
+        if self._unwritten is not None:  # before anything else: without it the run would be begun once more
+            if not self._gone:
+                await self._patch_status(self._unwritten)
+            self._unwritten = None
         spec, problems = self._read_spec()
         decision = reconcile(self._seen(spec, problems))
         await self._do(decision, spec)
@@ -195,7 +200,7 @@ class JobKeeper:
                 waits_for=differs(self._object.get("spec") or {}, host.run.spec),
                 pods_run=host.job.allocation.runs(),
             )
-        living = [pod for pod in map(read_pod, self._around.pods(self.key)) if pod.lives and not pod.deleting]
+        pods, now = map(read_pod, self._around.pods(self.key)), self._around.clock.wall()
         return Seen(
             spec=spec,
             problems=problems,
@@ -204,7 +209,7 @@ class JobKeeper:
             status=self._object.get("status") or {},
             rollback_to=(metadata.get("annotations") or {}).get(ROLLBACK_ANNOTATION),
             hosted=hosted,
-            pods_live=bool(living) and not self._gone,
+            pods_work=any(works(pod, now) for pod in pods) and not self._gone,
         )
 
     async def _do(self, decision: Decision, spec: TrainingJobSpec | None) -> None:
@@ -224,6 +229,8 @@ class JobKeeper:
                 host.job.resize(decision.number, decision.reason)
             case Act.ROLL_BACK if host is not None:
                 await self._roll_back(host, decision)
+            case Act.CLEAR:
+                await self._delete_pods(list(self._around.pods(self.key)), keep=None)
             case Act.LET_GO:
                 await self._let_go()
             case _:
@@ -241,7 +248,7 @@ class JobKeeper:
         known = [run for run in map(read_run, own) if run is not None]
         runs = [run for run in known if run.finds(self._url, self._around.certificate)]
         pods = list(self._around.pods(self.key))
-        run = run_to_go_on_with(runs, map(read_pod, pods))
+        run = run_to_go_on_with(runs, map(read_pod, pods), self._around.clock.wall())
         if run is None:
             if spec is None:  # its pods live, but nobody knows what they were told
                 await self._delete_pods(pods, keep=None)
@@ -334,7 +341,7 @@ class JobKeeper:
             except KubernetesError as error:  # the job runs without it
                 self._say(str(error))
 
-    async def _on_end(self, host: _Host) -> None:
+    def _on_end(self, host: _Host) -> None:
         """A run has ended: by itself, or by a fault of ours."""
         self._host = None
         metadata = self._object["metadata"]
@@ -359,13 +366,11 @@ class JobKeeper:
             now_wall=self._around.clock.wall(),
         )
         self._posted.post("Normal" if state in ("Done", "Suspended", "Pending") else "Warning", state, finish.reason)
-        if not self._gone:
-            await self._patch_status(status)
+        self._unwritten = status
 
     async def _abandon(self) -> None:
         """This process goes, the job stays: pods and agents are left as they are, for the next controller."""
         if self._host is not None:
-            self._host.job.allocation.abandoned = True
             self._host.task.cancel()
             await asyncio.gather(self._host.task, return_exceptions=True)
             self._host = None

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from orchestrator.certificates import Identity, new_identity
 from orchestrator.clock import SystemClock
@@ -28,6 +29,8 @@ from orchestrator.telemetry import Sink
 
 CERTIFICATE_KEY, KEY_KEY, METRICS_KEY = "tls.crt", "tls.key", "metrics-token"
 RETRY_SECONDS = 2.0
+FAILED_SECONDS = 10.0
+"""Before a job is looked after again that could not be by a fault of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,6 @@ class Controller:
         self._pods: list[Collection] = []
         self._hosts: Collection | None = None
         self._around: Surroundings | None = None
-        self._leads = False
 
     async def run(self) -> str:
         """Until the lease is lost, or this is cancelled; returns why it ended."""
@@ -76,7 +78,6 @@ class Controller:
         lease = LeaderLease(self._client, self._settings.lease_namespace, self._settings.lease_name, me, self._clock)
         identity, metrics_token = await self._identity()
         port = ControllerPort(identity, metrics_token, address=self._settings.address, port=self._settings.port)
-        port.is_leader = lambda: self._leads
         try:
             await port.start()
         except OSError as error:
@@ -87,7 +88,6 @@ class Controller:
             self._begin(port, identity)
             return await lease.hold()
         finally:
-            self._leads = False
             await self._end()
             await port.stop()
             await lease.release()
@@ -107,7 +107,6 @@ class Controller:
             acquiring.cancel()
 
     def _begin(self, port: ControllerPort, identity: Identity) -> None:
-        self._leads = True
         self._around = Surroundings(
             client=self._client,
             port=port,
@@ -168,16 +167,24 @@ class Controller:
             if gone or self._around is None:
                 return
             keeper = self._keepers[uid] = JobKeeper(found, self._around)
-            task = self._tasks[uid] = asyncio.create_task(keeper.run(), name=f"keeper of {'/'.join(keeper.key)}")
-            task.add_done_callback(lambda done: self._on_kept(uid, done))
+            name = f"keeper of {'/'.join(keeper.key)}"
+            task = self._tasks[uid] = asyncio.create_task(self._keep(keeper), name=name)
+            task.add_done_callback(lambda _: self._forget(uid))
         keeper.on_object(found, gone)
 
-    def _on_kept(self, uid: str, task: asyncio.Task[None]) -> None:
-        """Its TrainingJob is gone; or there is a bug: then this process ends, and the next one begins anew."""
+    async def _keep(self, keeper: JobKeeper) -> None:
+        """Until its TrainingJob is gone. A bug that one job brings to light stays with it, and its pods run on."""
+        while True:
+            try:
+                await keeper.run()
+                return
+            except Exception as error:
+                self._say(f"{'/'.join(keeper.key)}: looking after it has failed, which is a bug: {error!r}")
+            await asyncio.sleep(FAILED_SECONDS)
+
+    def _forget(self, uid: str) -> None:
         self._keepers.pop(uid, None)
         self._tasks.pop(uid, None)
-        if not task.cancelled() and task.exception() is not None:
-            self._say(f"{task.get_name()} has failed, which is a bug: {task.exception()!r}")
 
     def _on_pod(self, found: Object, gone: bool) -> None:
         namespace, _ = key_of(found)
@@ -214,7 +221,7 @@ class Controller:
         namespace, name = self._settings.lease_namespace, self._settings.lease_name
         found = self._client.find(path_of("secrets", namespace, name))
         if found is None:
-            identity = new_identity()
+            identity = new_identity(urlsplit(self._settings.url).hostname)
             data = {CERTIFICATE_KEY: identity.certificate, KEY_KEY: identity.key}
             data[METRICS_KEY] = secrets.token_urlsafe(32)
             body: Object = {

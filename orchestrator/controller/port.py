@@ -1,12 +1,12 @@
 """The controller's one port: every job's agents reach their supervisor here, each job with a token of its own.
 
-A job that nobody supervises just now is answered with 503, never with 401: its agents train on and come again.
+A job that nobody supervises here is answered with 503, never with 401: its agents train on and come again, until the
+Service leads them to the controller that holds the lease. So one that waits for it is as ready as the one that acts.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -33,7 +33,6 @@ class ControllerPort:
         self._runner: web.AppRunner | None = None
         self._jobs: dict[Key, JobPort] = {}
         self.metrics = Metrics()
-        self.is_leader: Callable[[], bool] = lambda: False
 
     async def start(self) -> str:
         """Listen; returns the URL."""
@@ -41,7 +40,7 @@ class ControllerPort:
         app.add_routes(
             [
                 web.get("/healthz", self._health),
-                web.get("/readyz", self._ready),
+                web.get("/readyz", self._health),
                 web.route("*", "/jobs/{namespace}/{name}/{tail}", self._job),
             ]
         )
@@ -74,11 +73,6 @@ class ControllerPort:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(text="ok")
-
-    async def _ready(self, _: web.Request) -> web.Response:
-        """Only who acts is ready: the Service leads agents there."""
-        leads = self.is_leader()
-        return web.Response(text="leads" if leads else "waits for the lease", status=200 if leads else 503)
 
     async def _job(self, request: web.Request) -> web.StreamResponse:
         job = self._jobs.get((request.match_info["namespace"], request.match_info["name"]))

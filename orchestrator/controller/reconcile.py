@@ -35,6 +35,8 @@ class Act(StrEnum):
     CANCEL = "cancel"
     RESIZE = "resize"
     ROLL_BACK = "roll back"
+    CLEAR = "clear"
+    """Its run is over: pods that are left of it are deleted."""
     LET_GO = "let go"
     """Nothing of it is left: it may be deleted."""
 
@@ -78,15 +80,17 @@ class Seen:
     rollback_to: str | None
     """The annotation's text."""
     hosted: Hosted | None
-    pods_live: bool
-    """Some of its pods live, whoever started them."""
+    pods_work: bool
+    """Some of its pods may still work, whoever started them."""
 
 
 def reconcile(seen: Seen) -> Decision:
     """What to do now."""
     if seen.hosted is not None:
         return _about_hosted(seen, seen.hosted)
-    if seen.pods_live:
+    if seen.pods_work:
+        if _is_over(seen):
+            return Decision(act=Act.CLEAR, reason="its run is over")
         return Decision(act=Act.HOST, reason="its pods run, and nobody supervises them")
     if seen.deleting:
         return Decision(act=Act.LET_GO, reason="nothing of it runs")
@@ -96,14 +100,22 @@ def reconcile(seen: Seen) -> Decision:
     if seen.spec.cancel:
         said = "it was cancelled while nothing of it ran"
         return Decision(act=Act.NOTHING, reason=said, state=None if ended in ENDED else "Cancelled")
-    if ended == "Done" and not seen.spec.take_over:
-        return Decision(act=Act.NOTHING, reason="it is done")
-    if ended in ENDED and seen.status.get("endedGeneration") == seen.edited:
-        return Decision(act=Act.NOTHING, reason="it has ended; an edit of its spec starts it again")
+    if _is_over(seen) and ended != "Suspended":
+        return Decision(act=Act.NOTHING, reason="it has ended; an edit of its spec starts a failed one again")
     if seen.spec.suspend:
         said = str(seen.status.get("reason") or "") if ended == "Suspended" else "suspended before it ran"
         return Decision(act=Act.NOTHING, reason=said, state="Suspended")
     return Decision(act=Act.HOST, reason="it shall run")
+
+
+def _is_over(seen: Seen) -> bool:
+    """Whether its last run has come to an end that stands, as the status says."""
+    state, spec = seen.status.get("state"), seen.spec
+    if state == "Suspended":
+        return spec is None or spec.suspend
+    if state == "Done" and spec is not None and not spec.take_over:
+        return True
+    return state in ENDED and seen.status.get("endedGeneration") == seen.edited
 
 
 def may_take_over(spec: TrainingJobSpec, status: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from orchestrator.certificates import new_identity
 from orchestrator.clock import Clock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import Finish, Request, Requested
-from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
+from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation, is_overdue
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
 from orchestrator.schedulers.kubernetes.pods import (
     LOG_FOLDER,
@@ -134,10 +134,15 @@ def read_run(secret: Mapping[str, Any]) -> Run | None:
     return Run(name=name, settings=settings, spec=spec) if isinstance(spec, dict) else None
 
 
-def run_to_go_on_with(runs: Iterable[Run], pods: Iterable[Pod]) -> Run | None:
-    """The run some of whose pods still live: they train on, whoever supervises them. Pure."""
-    living = {pod.run for pod in pods if pod.lives and not pod.deleting}
+def run_to_go_on_with(runs: Iterable[Run], pods: Iterable[Pod], now_wall_seconds: float) -> Run | None:
+    """The run some of whose pods still work: they train on, whoever supervises them. Pure."""
+    living = {pod.run for pod in pods if works(pod, now_wall_seconds)}
     return next((run for run in runs if run.name in living), None)
+
+
+def works(pod: Pod, now_wall_seconds: float) -> bool:
+    """Whether something of the job may still work there. One that is being deleted saves until its grace is over."""
+    return pod.lives and (not pod.deleting or (pod.phase == "Running" and not is_overdue(pod, now_wall_seconds)))
 
 
 class KubernetesJob:
@@ -167,6 +172,7 @@ class KubernetesJob:
             grace_seconds=self._grace_seconds,
             staging_bytes=self._staging_limit_bytes,
         )
+        self.allocation.abandoned = True
         self.supervisor = Supervisor(
             config.spec(),
             self.allocation,
@@ -178,7 +184,7 @@ class KubernetesJob:
         self._notices = KubernetesNotices(clock, self.supervisor.submit, grace_seconds=config.grace_seconds)
 
     async def run(self) -> Finish:
-        """To the end of the run; all pods are given back when this returns, unless it was abandoned."""
+        """To the end of the run: then all pods are given back. When it ends otherwise, by a fault, they stay."""
         return await self.supervisor.run()
 
     def on_pod(self, found: Object, gone: bool) -> None:
@@ -208,6 +214,8 @@ class KubernetesJob:
         self.supervisor.submit(Requested(request=Request.ROLLBACK, by=by, step=step))
 
     def _on_event(self, record: EventRecord) -> None:
+        if record.kind == "ended":
+            self.allocation.abandoned = False
         found = record.facts.get("staging_bytes")
         if record.kind == "preflight" and isinstance(found, int):
             self.staging_bytes = found

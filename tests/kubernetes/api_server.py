@@ -214,7 +214,8 @@ class ApiServer:
             body = json.loads(await request.read() or b"null")
         except ValueError as error:
             raise bad_request(f"the body is no JSON: {error}") from None
-        code, answer = self._call(request, target, body)
+        with self.store.rehearsal() if request.query.get("dryRun") == "All" else contextlib.nullcontext():
+            code, answer = self._call(request, target, body)
         return web.json_response(answer, status=code)
 
     def _target(self, path: str) -> _Target:
@@ -227,6 +228,8 @@ class ApiServer:
         if plural in ("status", "finalize") and not name and namespace and not group:
             namespace, plural, name, part = "", "namespaces", namespace, plural
         resource = self.store.resources.get((group, found["version"], plural))
+        if group and not any(key[:2] == (group, found["version"]) for key in self.store.resources):
+            raise web.HTTPNotFound(text="404 page not found\n")  # as of a definition that is not installed
         if resource is None or (namespace and not resource.namespaced):
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         if name and resource.namespaced and not namespace:

@@ -29,7 +29,8 @@ class ApiError(Exception):
     def status(self) -> Object:
         """The reply's body."""
         status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": self.message}
-        return {**status, "reason": self.reason, "details": self.details, "code": self.code}
+        details = {"details": self.details} if self.details else {}
+        return {**status, "reason": self.reason, **details, "code": self.code}
 
 
 Cause = tuple[str, str, str]

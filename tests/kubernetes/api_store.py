@@ -10,7 +10,8 @@ import copy
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -97,7 +98,10 @@ BUILT_IN = [
     ),
 ]
 NAMESPACES, NODES, PODS = BUILT_IN[:3]
+SERVICE_ACCOUNTS = BUILT_IN[7]
 QUOTAS, BUDGETS, PRIORITIES, DEFINITIONS = BUILT_IN[8], BUILT_IN[10], BUILT_IN[11], BUILT_IN[12]
+NOT_READY = "node.kubernetes.io/not-ready"
+QUOTA_PARTS = ("requests.", "limits.")
 SYSTEM_PRIORITIES = {"system-cluster-critical": 2000000000, "system-node-critical": 2000001000}
 
 
@@ -164,6 +168,17 @@ class Store:
         self.compacted = self.version
         self.changes.clear()
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Nothing that happens in the block is kept."""
+        kept = self.version, self.resources, self.objects, self.changes, self.on_change
+        self.resources, self.changes, self.on_change = dict(self.resources), list(self.changes), lambda: None
+        self.objects = {key: dict(things) for key, things in self.objects.items()}
+        try:
+            yield
+        finally:
+            self.version, self.resources, self.objects, self.changes, self.on_change = kept
+
     # -- writing -------------------------------------------------------------------------------------------
 
     def create(self, resource: Resource, namespace: str, body: Object) -> Object:
@@ -187,10 +202,17 @@ class Store:
         if (namespace, metadata["name"]) in self.objects[resource.key]:
             details = {"name": metadata["name"], "kind": resource.plural}
             raise ApiError(409, "AlreadyExists", f'{resource.qualified} "{metadata["name"]}" already exists', details)
+        if resource is BUDGETS:
+            thing["status"] = {
+                key: 0 for key in ("currentHealthy", "desiredHealthy", "disruptionsAllowed", "expectedPods")
+            }
         if resource is PODS:
             self._check_quota(namespace, thing)
             thing["status"] = api_validation.first_status(thing)
-        return self._write(resource, None, thing)
+        made = self._write(resource, None, thing)
+        if resource is NAMESPACES:  # the real one comes a moment later, from a controller
+            self.create(SERVICE_ACCOUNTS, metadata["name"], {"metadata": {"name": "default"}})
+        return made
 
     def update(
         self,
@@ -203,6 +225,8 @@ class Store:
         put: bool = False,
     ) -> Object:
         """PUT and PATCH, also of /status: `change` makes the new object of a copy of the old one."""
+        if put:
+            self._check_name(change({}), name)
         old = self.versioned(resource, self.read(resource, namespace, name))
         new = self._decoded(resource, namespace, change(copy.deepcopy(old)))
         self._check_precondition(resource, old, new, put=put)
@@ -218,8 +242,9 @@ class Store:
         metadata |= {key: old["metadata"][key] for key in keep if key in old["metadata"]}
         metadata["resourceVersion"] = old["metadata"]["resourceVersion"]
         new["metadata"] = {key: value for key, value in metadata.items() if value not in (None, {}, [])}
-        if part == "status":
-            new = {**old, "status": new.get("status") or {}}
+        if part == "status":  # of a custom object nothing else can be changed this way, of others the metadata
+            metadata = old["metadata"] if resource.custom else new["metadata"]
+            new = {**old, "metadata": metadata, "status": new.get("status") or {}}
         elif resource.status:
             new.pop("status", None)
             new |= {"status": old["status"]} if "status" in old else {}
@@ -316,12 +341,18 @@ class Store:
             why = f"unable to create new content in namespace {namespace} because it is being terminated"
             raise self._forbidden(resource, name, why)
 
+    def _check_name(self, thing: Object, name: str) -> None:
+        given = (thing.get("metadata") or {}).get("name")
+        if given != name:
+            raise bad_request(f"the name of the object ({given}) does not match the name on the URL ({name})")
+
     def _check_precondition(self, resource: Resource, old: Object, new: Object, *, put: bool) -> None:
         name, given = old["metadata"]["name"], new["metadata"]
-        if given.get("name") != name:
-            message = f"the name of the object ({given.get('name')}) does not match the name on the URL ({name})"
-            raise bad_request(message)
+        self._check_name(new, name)
         if given.get("uid") and given["uid"] != old["metadata"]["uid"]:
+            if not put:
+                causes = [wrong("metadata.uid", given["uid"], "field is immutable")]
+                raise invalid(resource.kind, resource.group, name, causes)
             uid = old["metadata"]["uid"]
             message = f"Precondition failed: UID in precondition: {given['uid']}, UID in object meta: {uid}"
             raise self._conflict(resource, name, message)
@@ -366,8 +397,12 @@ class Store:
         return thing
 
     def _admit(self, resource: Resource, namespace: str, thing: Object) -> None:
-        """What the real server's admission plug-ins and allocators fill in."""
+        """What the real server's admission plug-ins and allocators fill in, or refuse."""
         spec = thing.get("spec") or {}
+        account = spec.get("serviceAccountName") or "default"
+        if resource is PODS and (namespace, account) not in self.objects[SERVICE_ACCOUNTS.key]:
+            why = f'error looking up service account {namespace}/{account}: serviceaccount "{account}" not found'
+            raise self._forbidden(resource, thing["metadata"].get("name", ""), why)
         if resource is PODS and spec.get("priorityClassName"):
             name = spec["priorityClassName"]
             found = self.objects[PRIORITIES.key].get(("", name), {"value": SYSTEM_PRIORITIES.get(name)})
@@ -379,6 +414,9 @@ class Store:
                 "priority": found["value"],
                 "preemptionPolicy": found.get("preemptionPolicy", "PreemptLowerPriority"),
             }
+        if resource is NODES and not any(one["key"] == NOT_READY for one in spec.get("taints") or []):
+            taint = {"key": NOT_READY, "effect": "NoSchedule"}
+            thing["spec"] = {**spec, "taints": [*(spec.get("taints") or []), taint]}
         if resource.plural == "services" and not spec.get("clusterIP"):
             self._addresses += 1
             thing["spec"] = {**spec, "clusterIP": f"10.96.{self._addresses // 250}.{self._addresses % 250 + 1}"}
@@ -393,15 +431,28 @@ class Store:
             raise invalid("Event", "", thing["metadata"].get("name", ""), causes)
 
     def _check_quota(self, namespace: str, pod: Object) -> None:
+        """Pods, their requests and their limits; a pod has to say those of cpu and memory that are limited."""
         pods = self.select(PODS, namespace)
         alive = [one for one in pods if one["status"]["phase"] not in ("Succeeded", "Failed")]
         for quota in self.select(QUOTAS, namespace):
-            for word, used in (("pods", len(alive)), ("count/pods", len(pods))):
-                limit = (quota["spec"].get("hard") or {}).get(word)
-                if limit is not None and used + 1 > int(limit):
-                    numbers = f"requested: {word}=1, used: {word}={used}, limited: {word}={limit}"
-                    why = f"exceeded quota: {quota['metadata']['name']}, {numbers}"
-                    raise self._forbidden(PODS, pod["metadata"]["name"], why)
+            hard = quota["spec"].get("hard") or {}
+            known = sorted(word for word in hard if word in ("pods", "count/pods") or word.startswith(QUOTA_PARTS))
+            name = quota["metadata"]["name"]
+            silent = [word for word in known if word.endswith((".cpu", ".memory")) and _asked(pod, word) is None]
+            if silent:
+                main = pod["spec"]["containers"][0]["name"]
+                why = f"failed quota: {name}: must specify {'; '.join(f'{word} for: {main}' for word in silent)}"
+                raise self._forbidden(PODS, pod["metadata"]["name"], why)
+            asked = {word: _asked(pod, word) or 0 for word in known}
+            used = {
+                word: sum(_asked(one, word) or 0 for one in (pods if word == "count/pods" else alive)) for word in known
+            }
+            over = [word for word in known if used[word] + asked[word] > api_validation.quantity(hard[word])]
+            if over:
+                texts = [",".join(f"{word}={_amount(of[word])}" for word in over) for of in (asked, used)]
+                limited = ",".join(f"{word}={hard[word]}" for word in over)
+                why = f"exceeded quota: {name}, requested: {texts[0]}, used: {texts[1]}, limited: {limited}"
+                raise self._forbidden(PODS, pod["metadata"]["name"], why)
 
     def _forbidden(self, resource: Resource, name: str, why: str) -> ApiError:
         details = {"name": name, **({"group": resource.group} if resource.group else {}), "kind": resource.plural}
@@ -435,32 +486,72 @@ class Store:
             for budget in self.select(BUDGETS, namespace):
                 if label_selector_object(budget["spec"].get("selector"))(pod):
                     self._check_budget(budget, pod)
-        message = "Eviction API: evicting"
         condition = {
-            "type": "DisruptionTarget",
-            "status": "True",
-            "reason": "EvictionByEvictionAPI",
-            "message": message,
+            **{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"},
+            "message": "Eviction API: evicting",
         }
         if "deletionTimestamp" not in pod["metadata"]:
             self.update(PODS, namespace, name, lambda old: _disrupted(old, condition), part="status")
         self.delete(PODS, namespace, name, options)
 
     def _check_budget(self, budget: Object, pod: Object) -> None:
-        selects = label_selector_object(budget["spec"].get("selector"))
-        pods = [one for one in self.select(PODS, pod["metadata"]["namespace"]) if selects(one)]
-        alive = [one for one in pods if one["status"]["phase"] in ("Pending", "Running")]
-        healthy = sum(is_ready(one) for one in alive if "deletionTimestamp" not in one["metadata"])
-        wanted = budget["spec"].get("minAvailable", 0)
-        if isinstance(wanted, str):
-            wanted = -(-len(alive) * int(wanted.rstrip("%")) // 100)
-        if healthy - is_ready(pod) < wanted:
+        status = self.budget_status(budget)
+        healthy, desired = status["currentHealthy"], status["desiredHealthy"]
+        enough = not is_ready(pod) and healthy >= desired > 0
+        if status["disruptionsAllowed"] == 0 and not enough:
             name = budget["metadata"]["name"]
-            message = f"The disruption budget {name} needs {wanted} healthy pods and has {healthy} currently"
+            message = (
+                f"The disruption budget {name} needs {desired} healthy pods and has {healthy} currently"
+                if healthy <= desired
+                else f"The disruption budget {name} does not allow evicting pods currently"
+            )
             details = {"causes": [{"reason": "DisruptionBudget", "message": message}]}
             raise ApiError(
                 429, "TooManyRequests", "Cannot evict pod as it would violate the pod's disruption budget.", details
             )
+
+    def budget_status(self, budget: Object) -> Object:
+        """What the disruption controller would write down.
+
+        `minAvailable` as a number counts the pods there are. A percentage and `maxUnavailable` are of what the pods'
+        controllers want by their scale subresource; a pod without such a controller counts nothing, and where all are
+        such pods no eviction is ever allowed.
+        """
+        namespace, spec = budget["metadata"]["namespace"], budget["spec"]
+        selects = label_selector_object(spec.get("selector"))
+        pods = [one for one in self.select(PODS, namespace) if selects(one)]
+        alive = [one for one in pods if "deletionTimestamp" not in one["metadata"]]
+        healthy = sum(is_ready(one) for one in alive)
+        least, most = spec.get("minAvailable"), spec.get("maxUnavailable")
+        if isinstance(least, int):
+            expected, desired = len(pods), least
+        else:
+            expected = self._wanted(namespace, pods)
+            part = _part(least if least is not None else most if most is not None else 1, expected)
+            desired = part if least is not None else max(0, expected - part)
+        allowed = max(0, healthy - desired) if expected > 0 else 0
+        reason = "SufficientPods" if allowed else "InsufficientPods"
+        condition = {
+            **{"type": "DisruptionAllowed", "status": "True" if allowed else "False", "reason": reason},
+            **{"message": "", "observedGeneration": budget["metadata"]["generation"]},
+        }
+        return {
+            **{"currentHealthy": healthy, "desiredHealthy": desired, "disruptionsAllowed": allowed},
+            **{"expectedPods": expected, "observedGeneration": budget["metadata"]["generation"]},
+            "conditions": [condition],
+        }
+
+    def _wanted(self, namespace: str, pods: list[Object]) -> int:
+        """How many pods their controllers want, by each one's scale."""
+        wanted: dict[str, int] = {}
+        kinds = {(one.api_version, one.kind): one for one in self.resources.values() if one.scale is not None}
+        for pod in pods:
+            for owner in pod["metadata"].get("ownerReferences") or []:
+                resource = kinds.get((owner["apiVersion"], owner["kind"]))
+                if owner.get("controller") and resource is not None:
+                    scale = self.scale(resource, namespace, owner["name"])
+                    wanted[owner["uid"]] = scale["spec"].get("replicas", 0)
+        return sum(wanted.values())
 
     # -- custom resources ----------------------------------------------------------------------------------
 
@@ -527,6 +618,26 @@ class Store:
     def versioned(self, resource: Resource, thing: Object) -> Object:
         """A stored object as that version of its resource shows it."""
         return thing if thing["apiVersion"] == resource.api_version else {**thing, "apiVersion": resource.api_version}
+
+
+def _asked(pod: Object, word: str) -> float | None:
+    """What a pod takes of a quota's `requests.cpu` and so on; None: it does not say."""
+    if word in ("pods", "count/pods"):
+        return 1
+    part, _, name = word.partition(".")
+    amounts = [(one.get("resources") or {}).get(part, {}).get(name) for one in pod["spec"]["containers"]]
+    if None in amounts and name in ("cpu", "memory"):
+        return None
+    return sum(api_validation.quantity(one) for one in amounts if one is not None)
+
+
+def _amount(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{round(number * 1000)}m"
+
+
+def _part(amount: object, whole: int) -> int:
+    """A number, or a percentage of the whole, rounded up."""
+    return -(-whole * int(amount.rstrip("%")) // 100) if isinstance(amount, str) else int(str(amount))
 
 
 def with_condition(conditions: list[Object] | None, condition: Object) -> list[Object]:

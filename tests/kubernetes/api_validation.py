@@ -10,7 +10,6 @@ from typing import Any
 from tests.kubernetes.api_status import Cause, Object, bad_request, forbidden_field, required, unsupported, wrong
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 LABEL_VALUE = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?")
 LABEL_KEY = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]")
@@ -61,14 +60,10 @@ def metadata_causes(plural: str, metadata: Object) -> list[Cause]:
 
 
 def name_causes(plural: str, name: str) -> list[Cause]:
-    """A service's name is an RFC 1035 label, a namespace's an RFC 1123 label, others are subdomains."""
+    """Names of services (since 1.36) and of namespaces are RFC 1123 labels, others are subdomains."""
     if not name:
         return [required("metadata.name", "name or generateName is required")]
-    if plural == "services":
-        return dns_causes(
-            "metadata.name", name, LABEL_1035, 63, "a DNS-1035 label must consist of lower case alphanumeric"
-        )
-    if plural == "namespaces":
+    if plural in ("services", "namespaces"):
         return label_causes("metadata.name", name)
     why = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.'"
     return dns_causes("metadata.name", name, SUBDOMAIN, 253, why)
@@ -136,6 +131,12 @@ def decode(plural: str, kind: str, thing: Object) -> None:
     if plural == "pods":
         spec = thing.get("spec") or {}
         texts(spec.get("nodeSelector"), "PodSpec.spec.nodeSelector")
+        for word in ("terminationGracePeriodSeconds", "activeDeadlineSeconds", "priority"):
+            if not isinstance(spec.get(word) or 0, int):
+                raise bad_request(
+                    f'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal string into Go struct '
+                    f"field PodSpec.spec.{word} of type int64"
+                )
         for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
             texts(container.get("command"), "Container.spec.containers.command")
             texts(container.get("args"), "Container.spec.containers.args")
@@ -170,7 +171,11 @@ def fill_in(plural: str, thing: Object) -> None:
         for port in spec.get("ports") or []:
             port.setdefault("protocol", "TCP")
             port.setdefault("targetPort", port.get("port"))
+    elif plural == "nodes":
+        thing.setdefault("spec", {})
+        thing.setdefault("status", {})
     elif plural == "namespaces":
+        thing["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = thing["metadata"].get("name", "")
         thing.setdefault("spec", {}).setdefault("finalizers", ["kubernetes"])
         thing.setdefault("status", {}).setdefault("phase", "Active")
 
@@ -184,10 +189,16 @@ def _fill_in_pod(pod: Object) -> None:
     }
     for key, value in defaults.items():
         spec.setdefault(key, value)
+    if spec["terminationGracePeriodSeconds"] < 0:
+        spec["terminationGracePeriodSeconds"] = 1
     spec["tolerations"] = list(spec.get("tolerations") or [])
     for default in DEFAULT_TOLERATIONS:
         if not any(_covers(one, default) for one in spec["tolerations"]):
             spec["tolerations"].append(dict(default))
+    for volume in spec.get("volumes") or []:
+        for word in ("secret", "configMap", "projected", "downwardAPI"):
+            if isinstance(volume.get(word), dict):
+                volume[word].setdefault("defaultMode", 0o644)
     for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
         container.setdefault("terminationMessagePath", "/dev/termination-log")
         container.setdefault("terminationMessagePolicy", "File")
@@ -263,7 +274,7 @@ def causes_of(plural: str, thing: Object) -> list[Cause]:
             return []
 
 
-def pod_causes(spec: Object) -> list[Cause]:  # noqa: PLR0912 - a list of rules
+def pod_causes(spec: Object) -> list[Cause]:
     """A pod's spec."""
     causes: list[Cause] = []
     if not spec.get("containers"):
@@ -285,9 +296,6 @@ def pod_causes(spec: Object) -> list[Cause]:  # noqa: PLR0912 - a list of rules
             names.append(container.get("name", ""))
     if spec["restartPolicy"] not in ("Always", "OnFailure", "Never"):
         causes.append(unsupported("spec.restartPolicy", spec["restartPolicy"], ["Always", "OnFailure", "Never"]))
-    if spec["terminationGracePeriodSeconds"] < 0:
-        grace = spec["terminationGracePeriodSeconds"]
-        causes.append(wrong("spec.terminationGracePeriodSeconds", grace, "must be greater than or equal to 0"))
     if spec["dnsPolicy"] not in ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"):
         causes.append(
             unsupported(
@@ -370,13 +378,7 @@ def _toleration_causes(field: str, toleration: Object) -> list[Cause]:
     return causes
 
 
-POD_FIELDS_THAT_MAY_CHANGE = (
-    "activeDeadlineSeconds",
-    "tolerations",
-    "terminationGracePeriodSeconds",
-    "schedulingGates",
-    "nodeSelector",
-)
+POD_FIELDS_THAT_MAY_CHANGE = ("activeDeadlineSeconds", "tolerations", "schedulingGates")
 
 
 def pod_update_causes(old: Object, new: Object) -> list[Cause]:
@@ -384,7 +386,7 @@ def pod_update_causes(old: Object, new: Object) -> list[Cause]:
     gated = bool(old.get("schedulingGates"))
 
     def fixed(spec: Object) -> Object:
-        free = [*POD_FIELDS_THAT_MAY_CHANGE[:4], *(("nodeSelector", "affinity") if gated else ())]
+        free = [*POD_FIELDS_THAT_MAY_CHANGE, *(("nodeSelector", "affinity") if gated else ())]
         rest = {key: value for key, value in spec.items() if key not in free}
         for word in ("containers", "initContainers"):
             rest[word] = [{**one, "image": ""} for one in spec.get(word) or []]

@@ -14,19 +14,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from tests.kubernetes import real_control_plane
 from tests.kubernetes.api_server import ApiServer
 from tests.kubernetes.cluster_controllers import ClusterControllers, Delays
 from tests.kubernetes.process_kubelet import ProcessKubelet
+from tests.kubernetes.real_control_plane import running_control_plane
 from tests.kubernetes.rest import Api, Object
 
+Kind = Literal["double", "real"]
 UNTIL_SECONDS = 20.0
 
 
-def why_not() -> str | None:
-    """What is missing here for process kubelets; None: nothing."""
-    return None if shutil.which("setpriv") else "no setpriv here (util-linux)"
+def why_not(kind: Kind = "double") -> str | None:
+    """What is missing here for such a cluster; None: nothing."""
+    if shutil.which("setpriv") is None:
+        return "no setpriv here (util-linux)"
+    return real_control_plane.why_not() if kind == "real" else None
 
 
 @dataclass(kw_only=True)
@@ -53,14 +58,7 @@ class Cluster:
     def kubeconfig(self) -> Path:
         """The path of a kubeconfig for any client."""
         path = self.folder / "kubeconfig"
-        ca = {} if self.api.ca is None else {"certificate-authority": str(self.api.ca)}
-        config = {
-            **{"apiVersion": "v1", "kind": "Config", "current-context": "test"},
-            "clusters": [{"name": "test", "cluster": {"server": self.url, **ca}}],
-            "users": [{"name": "test", "user": {"token": self.token} if self.token else {}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "default"}}],
-        }
-        path.write_text(json.dumps(config, indent=1))
+        path.write_text(json.dumps(self.api.kubeconfig(), indent=1))
         path.chmod(0o600)
         return path
 
@@ -180,6 +178,16 @@ class Cluster:
         }
         return self.request("POST", f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction", body)
 
+    def remove_nodes(self) -> None:
+        """Delete the stopped nodes and what is bound to them, in a cluster that is not the test's own."""
+        for name in self.nodes:
+            _, bound = self.request("GET", f"/api/v1/pods?fieldSelector=spec.nodeName={name}")
+            for pod in bound["items"]:
+                path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+                self.request("DELETE", path, {"gracePeriodSeconds": 0})
+            self.request("DELETE", f"/api/v1/nodes/{name}")
+            self.request("DELETE", f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{name}")
+
     def stop_nodes(self) -> None:
         """End all nodes and their processes."""
         for kubelet in self.nodes.values():
@@ -196,23 +204,44 @@ def running_cluster(
     folder: Path,
     nodes: int = 0,
     *,
+    kind: Kind = "double",
     capacity: Mapping[str, str] | None = None,
     delays: Delays | None = None,
     token: str | None = "a-token-of-the-tests",
 ) -> Iterator[Cluster]:
-    """The double with its controllers and nodes `node-0`, `node-1`, …; all of it ends with the block."""
+    """An API with its controllers and nodes `node-0`, `node-1`, …; all of it ends with the block.
+
+    `delays` and `token` are the double's; the real ones have their own.
+    """
+    with _double(folder, delays, token) if kind == "double" else _real(folder) as cluster:
+        try:
+            for number in range(nodes):
+                cluster.add_node(f"node-{number}", capacity=capacity)
+            yield cluster
+            assert not cluster.problems(), cluster.problems()
+        finally:
+            cluster.stop_nodes()
+
+
+@contextmanager
+def _double(folder: Path, delays: Delays | None, token: str | None) -> Iterator[Cluster]:
     server = ApiServer(token=token, log_folder=folder / "kubelets")
     server.start()
     api = Api(url=server.url, token=token)
     controllers = ClusterControllers(api, delays)
-    cluster = Cluster(folder=folder, api=api, server=server, controllers=controllers)
     try:
         controllers.start()
-        for number in range(nodes):
-            cluster.add_node(f"node-{number}", capacity=capacity)
-        yield cluster
-        assert not cluster.problems(), cluster.problems()
+        yield Cluster(folder=folder, api=api, server=server, controllers=controllers)
     finally:
-        cluster.stop_nodes()
         controllers.stop()
         server.close()
+
+
+@contextmanager
+def _real(folder: Path) -> Iterator[Cluster]:
+    with running_control_plane(folder / "control-plane") as plane:
+        cluster = Cluster(folder=folder, api=plane.api)
+        yield cluster
+        assert plane.all_well(), "a process of the control plane has ended"
+        if not plane.ours:
+            cluster.remove_nodes()

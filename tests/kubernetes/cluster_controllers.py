@@ -21,6 +21,7 @@ from tests.kubernetes.rest import STRATEGIC, Api, Client, Followed, Loop, Object
 PASS_SECONDS = 0.05
 """Changes that come closer together than this are looked at together."""
 TICK_SECONDS = 0.1
+UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 UNREACHABLE, NOT_READY = "node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"
 
 
@@ -333,7 +334,7 @@ class Scheduler(Controller):
         return name
 
     async def _unschedulable(self, pod: Object, reasons: Counter[str], count: int, nominated: str | None) -> None:
-        listed = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
+        listed = ", ".join(sorted(f"{number} {reason}" for reason, number in reasons.items()))
         message = f"0/{count} nodes are available: {listed}." if count else "no nodes available to schedule pods"
         if count:
             none = (
@@ -409,7 +410,11 @@ class NodeLifecycle(Controller):
     async def _taint(self, name: str, node: Object, key: str) -> None:
         """Only that one of our taints; the taints of others stay."""
         taints = node["spec"].get("taints") or []
-        keep = [one for one in taints if one["key"] not in (UNREACHABLE, NOT_READY) or one["key"] == key]
+        cordoned = node["spec"].get("unschedulable", False)
+        ours = {UNREACHABLE, NOT_READY, *(() if cordoned else (UNSCHEDULABLE,))}
+        keep = [one for one in taints if one["key"] not in ours or one["key"] == key]
+        if cordoned and not any(one["key"] == UNSCHEDULABLE for one in taints):
+            keep.append({"key": UNSCHEDULABLE, "effect": "NoSchedule", "timeAdded": timestamp()})
         if key and not any(one["key"] == key for one in taints):
             keep += [{"key": key, "effect": effect, "timeAdded": timestamp()} for effect in ("NoSchedule", "NoExecute")]
         if keep != taints:

@@ -29,6 +29,7 @@ from tests.kubernetes.rest import STRATEGIC, Api, Client, Followed, Loop, Object
 MARK = "PROCESS_KUBELET_POD"
 """A variable that every process of a pod inherits: what a container's cgroup is to the real kubelet."""
 LEFT_OUT = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
+SERVICE_ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 RETRY_SECONDS = 0.2
 RESTART_SECONDS = 1.0
 FORCED_GRACE_SECONDS = 1.0
@@ -102,7 +103,10 @@ class ProcessKubelet:
     def freeze(self) -> None:
         """A machine that hangs: partitioned, and all its processes stopped."""
         self.partition()
-        signal_all(self._mark(""), signal.SIGSTOP)
+        until = time.monotonic() + 10
+        while any(_state(one) not in "TZ" for one in signal_all(self._mark(""), signal.SIGSTOP)):
+            assert time.monotonic() < until, f"processes of {self.name} do not stop"
+            time.sleep(0.005)
 
     def thaw(self) -> None:
         """It goes on where it was."""
@@ -407,6 +411,8 @@ class _Worker:
         volumes = {volume["name"]: volume for volume in self.pod["spec"].get("volumes") or []}
         mounts = _Mounts()
         for mount in container.get("volumeMounts") or []:
+            if mount["mountPath"] == SERVICE_ACCOUNT_PATH:
+                continue  # a path that SDKs know by heart; it cannot be made here
             folder = await self._volume(volumes[mount["name"]])
             below = Path(folder, mount["subPath"]) if mount.get("subPath") else Path(folder)
             mounts.folders[mount["mountPath"].rstrip("/")] = str(below)
@@ -444,7 +450,7 @@ class _Worker:
             path.touch(mode=0o600)
             path.write_bytes((data or {})[item["key"]])
             mode = item.get("mode", source.get("defaultMode"))
-            path.chmod((0o600 if plural == "secrets" else 0o644) if mode is None else mode)
+            path.chmod(0o644 if mode is None else mode)
         folder.mkdir(parents=True, exist_ok=True)
 
     async def _data(self, plural: str, name: str) -> dict[str, bytes] | None:
@@ -608,6 +614,14 @@ def marked(mark: str) -> list[int]:
                 if any(one.startswith(wanted) for one in environment.split(b"\0")):
                     found.append(int(entry))
     return found
+
+
+def _state(process: int) -> str:
+    """Its letter in /proc; Z where it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 def signal_all(mark: str, number: signal.Signals) -> list[int]:

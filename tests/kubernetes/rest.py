@@ -32,10 +32,31 @@ class Api:
     token: str | None = None
     ca: Path | None = None
     """The certificates that are believed; None: plain HTTP, or the system's."""
+    certificate: tuple[Path, Path] | None = None
+    """A client's certificate and key, where there is no token."""
 
     def context(self) -> ssl.SSLContext | None:
         """For TLS."""
-        return ssl.create_default_context(cafile=self.ca) if self.url.startswith("https") else None
+        if not self.url.startswith("https"):
+            return None
+        context = ssl.create_default_context(cafile=self.ca)
+        context.verify_flags &= ~ssl.VerifyFlags.VERIFY_X509_STRICT  # clusters' own certificates lack this and that
+        if self.certificate is not None:
+            context.load_cert_chain(*self.certificate)
+        return context
+
+    def kubeconfig(self) -> Object:
+        """A kubeconfig of one context, as kubectl, helm and the SDKs read it."""
+        cluster = {"server": self.url, **({} if self.ca is None else {"certificate-authority": str(self.ca)})}
+        user = {"token": self.token} if self.token else {}
+        if self.certificate is not None:
+            user |= {"client-certificate": str(self.certificate[0]), "client-key": str(self.certificate[1])}
+        return {
+            **{"apiVersion": "v1", "kind": "Config", "current-context": "test"},
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": user}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "default"}}],
+        }
 
     def headers(self, agent: str) -> dict[str, str]:
         """What each request carries."""
@@ -113,6 +134,8 @@ class Client:
         """End all connections."""
         if self._session is not None:
             await self._session.close()
+            if self.api.url.startswith("https"):
+                await asyncio.sleep(0.1)  # aiohttp's advice: TLS connections end a moment after their session
 
     async def request(
         self, method: str, path: str, body: object = None, content_type: str | None = None

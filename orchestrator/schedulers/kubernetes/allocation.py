@@ -91,10 +91,8 @@ class KubernetesAllocation:
         """
         self._on_lost = on_lost
         self._spawn(self._look_for_ever())
-        running = [name for name, node in self._nodes.items() if node.pod.phase == "Running" and not node.pod.deleting]
+        running = [name for name, node in self._nodes.items() if node.pod.phase == "Running"]
         self._spares = [name for name, node in self._nodes.items() if name not in running and not node.pod.deleting]
-        for name in [name for name, node in self._nodes.items() if node.pod.deleting and name not in running]:
-            self._release(name)
         return tuple(running)
 
     def request(self, count: int) -> None:
