@@ -98,7 +98,8 @@ class LeaderLease:
         """Whether it is ours now."""
         began = self._clock.monotonic()
         try:
-            held = await asyncio.wait_for(asyncio.to_thread(self._take_or_renew), RENEW_SECONDS)
+            async with asyncio.timeout(RENEW_SECONDS):
+                held = await asyncio.to_thread(self._take_or_renew)
         except KubernetesError as error:
             self.problem = str(error)  # a conflict, too: who holds it is read again
             return False
