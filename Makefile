@@ -10,12 +10,13 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CAUSES    := pyproject.toml constraints.txt
 
-.PHONY: help .venv servers demo test disasters soak bench check clean
+.PHONY: help .venv servers demo test test-all disasters soak bench check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    loses a machine in the middle of a small training and resumes exactly; STORE=s3: checkpoints in a bucket"
-	@echo "make test    all tests, with real processes, two files at a time"
+	@echo "make test    the tests, with real processes, two files at a time; a quarter of an hour"
+	@echo "make test-all  besides, those that take minutes each; what CI runs"
 	@echo "make soak    200 kills at random times of real jobs, and what each of them left"
 	@echo "make disasters  10,000 simulated disasters, each with its seed, on all cores"
 	@echo "make bench   the checkpoint engine against others: one table of ratios, about a quarter of an hour on two idle cores"
@@ -50,9 +51,15 @@ demo:
 	@echo "make demo knows no STORE=$(STORE): STORE=s3 puts the checkpoints into a bucket, no STORE into a folder" >&2; exit 2
 endif
 
+PYTEST := $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+
 test: .venv
 	-@$(MAKE) --no-print-directory servers
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not extended'
+
+test-all: .venv
+	-@$(MAKE) --no-print-directory servers
+	$(PYTEST)
 
 disasters: .venv
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

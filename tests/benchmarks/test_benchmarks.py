@@ -17,6 +17,7 @@ COMPARED = {"G1", "G4", "G5", "G6", "G7"}
 """Those that save or load, and so compare bits, on most of their lines."""
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_every_script_runs_with_tiny_states(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--json", "--folder", str(tmp_path)]

@@ -27,7 +27,7 @@ from tests.chart.test_examples import EXAMPLES
 from tests.kubernetes.real_control_plane import CannotStartError, ControlPlane, running_control_plane, why_not
 from tests.slurm_cluster import free_ports
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(170)]
 
 RELEASE, NAMESPACE, JOBS = "orchestrator", "chart-system", "chart-jobs"
 LEASE = "orchestrator-controller"

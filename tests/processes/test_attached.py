@@ -114,6 +114,7 @@ async def test_torchrun_one_rank_signalled(tmp_path: Path, free_port: str) -> No
     check_store(store_of(tmp_path))
 
 
+@pytest.mark.extended
 async def test_signal_to_the_group_with_loader_workers(tmp_path: Path) -> None:
     """F6: DataLoader workers get the signal too; they live on, the save happens, status 75."""
     script = Script(tmp_path, STEPS=400, STEP_SECONDS=0.05, LOADER=2)
@@ -125,6 +126,7 @@ async def test_signal_to_the_group_with_loader_workers(tmp_path: Path) -> None:
     assert newest.id.step == script.lines(0)[-1]["step"]
 
 
+@pytest.mark.extended
 async def test_sigkill_leaves_the_newest_periodic_checkpoint(tmp_path: Path) -> None:
     """No notice at all: the supervisor of the dead script ends by itself and the next start resumes."""
     first = Script(tmp_path, STEP_SECONDS=0.05)

@@ -104,6 +104,7 @@ async def test_a_shard_that_one_rank_cannot_read_falls_back(tmp_path: Path, stag
     assert "does not match its digest" in result.kinds("failure judged")[0].reason
 
 
+@pytest.mark.extended
 async def test_edited_index_falls_back(tmp_path: Path, staging: str) -> None:
     """An index that was edited, though valid JSON, is found out by its own digest."""
     await drained_at(tmp_path, staging, 23)
@@ -157,6 +158,7 @@ async def test_another_jobs_folder(tmp_path: Path, staging: str) -> None:
     assert foreign.read_text() == "do not touch"
 
 
+@pytest.mark.extended
 async def test_another_owners_job(tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that another owner has not ended is not taken, unless one says so."""
 
@@ -251,6 +253,7 @@ async def test_script_that_never_attaches(tmp_path: Path, staging: str) -> None:
     assert "before it called orchestrator.attach()" in failed.finish.reason
 
 
+@pytest.mark.extended
 async def test_abandoned_and_undecided_are_never_used(tmp_path: Path, staging: str) -> None:
     """F20, F22: folders without a committed index, whatever they hold, are not visible to a restart."""
     await drained_at(tmp_path, staging, 23)
@@ -265,6 +268,7 @@ async def test_abandoned_and_undecided_are_never_used(tmp_path: Path, staging: s
     assert Standing.UNDECIDED in standings.values()
 
 
+@pytest.mark.extended
 async def test_complete_but_undecided_is_rolled_forward(tmp_path: Path, staging: str) -> None:
     """All receipts are there and only the index is missing: the next start commits it and loses nothing."""
     await drained_at(tmp_path, staging, 23)

@@ -81,6 +81,7 @@ async def test_agent_killed_at(point: str, tmp_path: Path, staging: str, referen
     check_store(result.store)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("point", SWEEP_POINTS)
 async def test_agent_killed_while_it_deletes(
     point: str, tmp_path: Path, staging: str, reference: dict[str, str]
@@ -104,6 +105,7 @@ async def test_agent_killed_while_it_deletes(
     check_store(result.store)
 
 
+@pytest.mark.extended
 async def test_a_shard_that_both_nodes_find_damaged(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
     """F20, F119: the older checkpoint is taken, and the damaged one set aside once a second node has read it, too."""
 
@@ -129,6 +131,7 @@ async def test_a_shard_that_both_nodes_find_damaged(tmp_path: Path, staging: str
     assert bytes(data) == shard.read_bytes()
 
 
+@pytest.mark.extended
 async def test_worker_killed_between_saves(tmp_path: Path, staging: str, reference: dict[str, str]) -> None:
     """SIGKILL without notice: back to the newest committed step, same end."""
 
@@ -169,6 +172,7 @@ def _lines(path: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.extended
 async def test_sigterm_to_one_worker_of_four(tmp_path: Path, staging: str) -> None:
     """F1, F2, F4: one rank alone is signalled; all four leave at one agreed step and the job goes on."""
 
@@ -186,6 +190,7 @@ async def test_sigterm_to_one_worker_of_four(tmp_path: Path, staging: str) -> No
     check_store(result.store)
 
 
+@pytest.mark.extended
 async def test_notice_during_the_first_long_step(
     tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +211,7 @@ async def test_notice_during_the_first_long_step(
     assert final_digests(result.store) == reference
 
 
+@pytest.mark.extended
 async def test_world_size_that_does_not_share_the_batch(tmp_path: Path, staging: str) -> None:
     """F65: three nodes cannot share a global batch of 16: the job is formed anew with two, the third stays spare."""
     result = await run_job(tmp_path, nodes="1:3", staging=staging)

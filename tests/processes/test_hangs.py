@@ -62,6 +62,7 @@ async def test_a_rank_that_waits_for_nothing_is_named_by_its_stack(
     assert final_digests(result.store) == reference
 
 
+@pytest.mark.extended
 async def test_what_is_no_hang(
     tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_another_state_than_the_uninterrupted_runs_is_noticed(tmp_path: Path) ->
     assert "no such entry" in str(problem(step=6))
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_kills_at_random_times(tmp_path: Path, staging: str, seed: int) -> None:
     """F19, F20, F22, F24, F29, F30: whatever is killed whenever, the newest committed checkpoint is bit-identical."""

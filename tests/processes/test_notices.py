@@ -68,6 +68,7 @@ async def test_a_spot_interruption_after_a_storm_of_401(
     check_store(result.store)
 
 
+@pytest.mark.extended
 async def test_azure_is_told_to_go_on_once_the_node_is_given_back(
     tmp_path: Path, staging: str, reference: dict[str, str]
 ) -> None:

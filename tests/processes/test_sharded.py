@@ -59,6 +59,7 @@ def expected_state(steps: int) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(200)
 async def test_a_sharded_job_goes_on_with_fewer_nodes(
     tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +88,7 @@ async def test_a_sharded_job_goes_on_with_fewer_nodes(
     check_store(result.store)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.timeout(150)
 def test_fifty_sharded_saves_take_no_more_memory_than_ten(tmp_path: Path) -> None:

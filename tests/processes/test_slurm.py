@@ -153,6 +153,7 @@ def test_a_preempted_job_is_saved_requeued_and_goes_on_to_the_bit(
     assert not submitted.events("failure judged")
 
 
+@pytest.mark.extended
 def test_a_requeued_job_starts_on_fewer_hosts(submitted: Submitted) -> None:
     """Two of the three hosts stay taken: it goes on with one."""
     submitted.environment["STEPS"] = "400"
@@ -190,6 +191,7 @@ def test_a_script_of_ones_own(submitted: Submitted, reference: dict[str, str]) -
     assert final_digests(submitted.store) == reference
 
 
+@pytest.mark.extended
 def test_a_host_that_is_drained_is_left_and_the_job_goes_on_in_place(submitted: Submitted) -> None:
     """`drain` sends the job nothing: who does not ask learns of it at the end."""
     submitted.environment["STEPS"] = "2000"
@@ -212,6 +214,7 @@ def test_a_host_that_is_drained_is_left_and_the_job_goes_on_in_place(submitted: 
     check_store(submitted.store)
 
 
+@pytest.mark.extended
 def test_the_end_of_an_arrays_task_leaves_the_other_one_alone(submitted: Submitted) -> None:
     """One of them has the array's own id, by which Slurm's commands mean them all."""
     submitted.environment["STEPS"] = "5000"
@@ -231,6 +234,7 @@ def batch_host(submitted: Submitted) -> str:
     return shown.partition("BatchHost=")[2].split()[0]
 
 
+@pytest.mark.extended
 def test_a_step_that_is_killed_is_started_again_on_its_host(submitted: Submitted, reference: dict[str, str]) -> None:
     """An agent that dies takes its node along; the host is well, and gets another one."""
     submitted.submit()
@@ -244,6 +248,7 @@ def test_a_step_that_is_killed_is_started_again_on_its_host(submitted: Submitted
     assert final_digests(submitted.store) == reference
 
 
+@pytest.mark.extended
 def test_a_host_whose_daemon_dies_is_done_without_and_its_twins_end(submitted: Submitted) -> None:
     """F83, F85: the node is DOWN after a while, what ran there runs on, and srun ends with 0."""
     submitted.environment["STEPS"] = "2000"
@@ -264,6 +269,7 @@ def test_a_host_whose_daemon_dies_is_done_without_and_its_twins_end(submitted: S
     check_store(submitted.store)
 
 
+@pytest.mark.extended
 def test_a_controller_that_is_away_disturbs_nobody(submitted: Submitted, reference: dict[str, str]) -> None:
     """Every command of Slurm's has a limit; none of them is waited for by training."""
     submitted.submit()
@@ -306,6 +312,7 @@ def test_verbs_reach_it_from_the_host_where_it_was_submitted(submitted: Submitte
     check_store(submitted.store)
 
 
+@pytest.mark.extended
 def test_another_submission_goes_on_with_one_that_slurm_has_ended(submitted: Submitted) -> None:
     """F80: chains of jobs; the one before was killed without a word, and Slurm knows that it has ended."""
     submitted.environment["STEPS"] = "5000"
@@ -322,6 +329,7 @@ def test_another_submission_goes_on_with_one_that_slurm_has_ended(submitted: Sub
     check_store(submitted.store)
 
 
+@pytest.mark.extended
 def test_a_copy_of_a_job_that_runs_is_fenced(submitted: Submitted) -> None:
     """F93: the second submission ends with 3 and leaves the first one alone."""
     submitted.environment["STEPS"] = "5000"

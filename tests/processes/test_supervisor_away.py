@@ -141,6 +141,7 @@ async def test_killed_in_the_middle_of_a_save(kind: str, runs: Runs, reference: 
     check_store(runs.store)
 
 
+@pytest.mark.extended
 async def test_a_worker_is_told_to_go_while_nobody_is_there(runs: Runs, reference: dict[str, str]) -> None:
     """F2, F19: the decided step is durable without any order, and the next supervisor lets everybody leave in time."""
     first = runs.start()
@@ -158,6 +159,7 @@ async def test_a_worker_is_told_to_go_while_nobody_is_there(runs: Runs, referenc
     check_store(runs.store)
 
 
+@pytest.mark.extended
 async def test_another_command_begins_a_new_generation(runs: Runs, reference: dict[str, str]) -> None:
     """What was started with another command is ended before anything new is launched."""
     first = runs.start()
@@ -172,6 +174,7 @@ async def test_another_command_begins_a_new_generation(runs: Runs, reference: di
     check_store(runs.store)
 
 
+@pytest.mark.extended
 async def test_a_second_run_beside_a_living_one(runs: Runs) -> None:
     """F80: it ends with 3 at once, and the first one does not notice."""
     first = runs.start()

@@ -69,6 +69,7 @@ async def test_a_store_that_went_away_is_no_fresh_start(tmp_path: Path, staging:
     check_store(result.store)
 
 
+@pytest.mark.extended
 async def test_a_supervisor_that_stands_still_for_a_while(tmp_path: Path, staging: str) -> None:
     """Suspended for longer than any heartbeat: training goes on meanwhile, and nothing is restarted for it."""
     log = tmp_path / "log"

@@ -132,6 +132,7 @@ FREEZES = (
 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("place", "freeze"), [(one.store, one) for one in FREEZES], indirect=["place"], ids=map(str, FREEZES)
 )

@@ -59,6 +59,7 @@ def test_every_seed_keeps_every_promise() -> None:
     assert {what: seen[what] for what in OCCURRENCES if seen[what] < SEEN_MIN} == {}, seen
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_random_seeds_keep_every_promise(seed: int) -> None:
     with Runner(os.cpu_count() or 1) as runner:
@@ -71,6 +72,7 @@ def test_a_seed_gives_the_same_run_again() -> None:
     assert (first.seconds, first.seen) == (again.seconds, again.seen)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_the_simulation_finds_a_planted_bug(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

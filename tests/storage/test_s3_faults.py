@@ -432,6 +432,7 @@ def drawn_rules(draw: random.Random) -> list[Rule]:
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_save_under_any_mix_of_faults_is_whole_or_an_error(scene: Scene, seed: int) -> None:
