@@ -151,7 +151,8 @@ def test_a_lost_node_is_done_without_until_there_is_another(start: Start) -> Non
 def test_a_twin_that_comes_back_changes_nothing_and_ends(start: Start, reference: dict[str, str]) -> None:
     """A machine that hangs, and goes on when the job has long gone on without it, out of reach of the API server."""
     jobs = start(3)
-    jobs.create(nodesMin=2, env={"STEP_SECONDS": 0.25})
+    env = {"STEP_SECONDS": 0.1}
+    jobs.create(nodesMin=2, template=trainer_with(jobs, env, tolerations=QUICK_TOLERATIONS))
     jobs.until_event("committed")
     victim = min(jobs.pods())
     kubelet = jobs.cluster.nodes[jobs.host_of(victim)]

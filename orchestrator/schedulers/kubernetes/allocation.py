@@ -130,6 +130,8 @@ class KubernetesAllocation:
         if not self.abandoned:
             for node in self._nodes.values():
                 node.released = True
+                if node.pod.phase == "Pending":  # nothing runs there that could end by itself
+                    self._spawn(self._delete(node.pod))
             await self._until_gone(STOP_SECONDS)
         for task in list(self._tasks):
             task.cancel()
