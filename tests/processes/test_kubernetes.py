@@ -217,7 +217,7 @@ def test_another_controller_takes_a_running_gang_over(start: Start, reference: d
     jobs = start(2, controller=False)
     with jobs.service():
         leader = jobs.start_controller(port=free_ports(1)[0])
-        jobs.create(nodesMin=2, env={"STEP_SECONDS": 0.8})
+        jobs.create(nodesMin=2, env={"STEP_SECONDS": 0.65})
         jobs.until_trained(1)
         jobs.start_controller(port=free_ports(1)[0])
         jobs.until_trained(4)
