@@ -123,6 +123,7 @@ def test_a_pod_that_is_taken_away_is_saved_and_replaced(start: Start, reference:
 # ---------------------------------------------------------------------------------------- taken without notice
 
 
+@pytest.mark.extended
 def test_a_lost_node_is_done_without_until_there_is_another(start: Start) -> None:
     """Its pod stays Terminating for ever, as nobody says that it has ended; nothing waits for it."""
     jobs = start(2)
@@ -148,6 +149,7 @@ def test_a_lost_node_is_done_without_until_there_is_another(start: Start) -> Non
     check_store(jobs.store)
 
 
+@pytest.mark.extended
 def test_a_twin_that_comes_back_changes_nothing_and_ends(start: Start, reference: dict[str, str]) -> None:
     """A machine that hangs, and goes on when the job has long gone on without it, out of reach of the API server."""
     jobs = start(3)
@@ -212,6 +214,7 @@ def pod_times(jobs: Jobs) -> list[float]:
 # ----------------------------------------------------------------------------------------------- the controller
 
 
+@pytest.mark.extended
 def test_another_controller_takes_a_running_gang_over(start: Start, reference: dict[str, str]) -> None:
     """The leader is killed; the other one waits for the lease to run out, and the pods train on meanwhile."""
     jobs = start(2, controller=False)
@@ -233,6 +236,7 @@ def test_another_controller_takes_a_running_gang_over(start: Start, reference: d
     assert there > 10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("when", ["notice received", "step agreed"])
 def test_a_controller_that_is_killed_is_followed_by_the_next(
     start: Start, reference: dict[str, str], when: str
@@ -259,6 +263,7 @@ def test_a_controller_that_is_killed_is_followed_by_the_next(
         assert opened[1]["step"] > 0
 
 
+@pytest.mark.extended
 def test_an_api_server_that_is_away_disturbs_no_training(start: Start, reference: dict[str, str]) -> None:
     """Away for ten seconds, then overloaded, forgetful, and cutting watches; a controller that gave up is restarted."""
     jobs = start(2)
