@@ -18,7 +18,7 @@ import pytest
 from orchestrator.checkpoint.catalog import survey
 from orchestrator.controller.crd import ROLLBACK_ANNOTATION
 from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, path_of
-from tests.kubernetes.cluster import running_cluster, why_not
+from tests.kubernetes.cluster import Kind, running_cluster, why_not
 from tests.kubernetes.cluster_controllers import Delays
 from tests.processes.harness import check_store, final_digests
 from tests.processes.kubernetes_jobs import JOB, Jobs, prepared
@@ -31,7 +31,11 @@ QUICK_TOLERATIONS = [
 ]
 Start = Callable[..., Jobs]
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+KIND: Kind = "real" if os.environ.get("ORCHESTRATOR_TEST_CLUSTER") == "real" else "double"
+"""ORCHESTRATOR_TEST_CLUSTER=real: under a real control plane, where its programs are."""
+
+pytestmark = pytest.mark.skipif(why_not(KIND) is not None, reason=str(why_not(KIND)))
+only_the_double = pytest.mark.skipif(KIND == "real", reason="it looks at the double's requests, or makes it fail")
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             folder = tmp_path / "cluster"
             folder.mkdir()
             delays = Delays(node_lost_seconds=2.0)
-            cluster = stack.enter_context(running_cluster(folder, nodes=nodes, capacity=GPU, delays=delays))
+            cluster = stack.enter_context(running_cluster(folder, nodes=nodes, capacity=GPU, delays=delays, kind=KIND))
             prepared(cluster)
             jobs = Jobs(cluster=cluster, folder=tmp_path)
             stack.callback(jobs.stop)
@@ -175,6 +179,7 @@ def test_a_twin_that_comes_back_changes_nothing_and_ends(start: Start, reference
     assert len(opened) == 2
 
 
+@only_the_double
 def test_a_mass_loss_is_replaced_at_once_and_again_and_again(start: Start) -> None:
     """Three of four pods; then one after the other: no loss makes the next replacement wait longer."""
     jobs = start(4)
@@ -264,6 +269,7 @@ def test_a_controller_that_is_killed_is_followed_by_the_next(
 
 
 @pytest.mark.extended
+@only_the_double
 def test_an_api_server_that_is_away_disturbs_no_training(start: Start, reference: dict[str, str]) -> None:
     """Away for ten seconds, then overloaded, forgetful, and cutting watches; a controller that gave up is restarted."""
     jobs = start(2)
@@ -340,6 +346,7 @@ def test_an_image_that_cannot_be_fetched_is_told_and_mended_by_an_edit(start: St
     jobs.until_state("Done")
 
 
+@only_the_double
 def test_a_template_that_the_api_server_refuses_is_told_and_mended_by_an_edit(start: Start) -> None:
     """Not tried again and again: with the same template the answer is the same."""
     jobs = start(1)
