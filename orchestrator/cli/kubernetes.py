@@ -150,6 +150,8 @@ class ClusterJob:
 
         self._client = client
         self._path = path_of("trainingjobs", namespace, job)
+        self._asked_generation = 0
+        """Of the spec, after the last request: a status of an earlier one says nothing about it."""
         self.namespace = namespace
         self.job = job
 
@@ -178,19 +180,23 @@ class ClusterJob:
                 body = {"spec": {"nodesMax": nodes}}
             case _:
                 body = {"metadata": {"annotations": {ROLLBACK_ANNOTATION: str(step)}}}
-        _ask(lambda: self._client.patch(self._path, body), self._client)
+        edited = _ask(lambda: self._client.patch(self._path, body), self._client)
+        self._asked_generation = int(edited["metadata"].get("generation") or 0)
 
     def wait_until_ended(self, timeout_seconds: float) -> str:
-        """Wait for its end; the state. Raises SupervisorError when the time is over."""
+        """Wait until the request was seen, and for the end; the state. Raises SupervisorError when the time is over."""
         until = time.monotonic() + timeout_seconds
-        while (state := str((self.read().get("status") or {}).get("state"))) not in ENDED:
+        while True:
+            status = self.read().get("status") or {}
+            state, seen = str(status.get("state")), int(status.get("observedGeneration") or 0)
+            if state in ENDED and seen >= self._asked_generation:
+                return state
             if time.monotonic() > until:
                 raise SupervisorError(
                     f"the job {self.job!r} is still {state} after {timeout_seconds:g} s; it goes on ending, "
                     f"`orchestrator status {self.job} -n {self.namespace}` shows how far it is"
                 )
             time.sleep(POLL_SECONDS)
-        return state
 
 
 def find(job: str, namespace: str | None) -> ClusterJob | None:

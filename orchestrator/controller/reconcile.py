@@ -333,8 +333,8 @@ def ended_status(
 
 def resting_status(before: Mapping[str, Any], decision: Decision, *, edited: int, now_wall: float) -> Object | None:
     """The status of a job of which nothing runs; None: as it is."""
-    if decision.state is None:
-        return None
+    if decision.state is None:  # an end stands, whatever was edited; whoever waits for the edit sees that it was seen
+        return None if not before or decision.act is not Act.NOTHING else {**before, "observedGeneration": edited}
     conditions = Conditions(before, edited, now_wall)
     conditions.put("Training", "False", decision.state, decision.reason)
     if decision.state == "Invalid":

@@ -46,3 +46,26 @@ def test_the_same_words_change_nothing_of_a_job_that_runs() -> None:
     server = Written({"nodesMax": 2}, "Running")
     kubernetes._edit(cast("KubernetesClient", server), "/path", server.object, {"nodesMax": 2})
     assert server.edits == []
+
+
+class Answers:
+    """Stands for the API server: each look shows the next status."""
+
+    def __init__(self, *statuses: dict[str, Any]) -> None:
+        self.left = list(statuses)
+
+    def get(self, path: str) -> dict[str, Any]:
+        status = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        return {"metadata": {"generation": 3}, "spec": {}, "status": status}
+
+    def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"metadata": {"generation": 3}}
+
+
+def test_who_waits_for_the_end_is_not_told_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "POLL_SECONDS", 0.0)
+    old, new = {"state": "Failed", "observedGeneration": 2}, {"state": "Cancelled", "observedGeneration": 3}
+    server = Answers(old, old, {"state": "Running", "observedGeneration": 3}, new)
+    job = kubernetes.ClusterJob(cast("KubernetesClient", server), "default", "small")
+    job.request("cancel")
+    assert job.wait_until_ended(10) == "Cancelled"
