@@ -143,3 +143,7 @@ class KeeperScene:
             return (await self.status()).get("state") == state
 
         await self.until(so, state)
+
+    async def said(self, words: str) -> bool:
+        """Whether the status' reason has them."""
+        return words in str((await self.status()).get("reason"))

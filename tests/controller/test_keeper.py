@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from orchestrator.controller import keeper as keeper_module
 from orchestrator.controller.crd import ROLLBACK_ANNOTATION
 from orchestrator.schedulers.kubernetes.watching import path_of
 from orchestrator.supervisor.kubernetes_job import KubernetesJob
-from tests.controller.keeper_scene import PATH, KeeperScene
+from tests.controller.keeper_scene import PATH, TEMPLATE, KeeperScene
 from tests.kubernetes.servers import bare_cluster
 
 PODS = path_of("pods", "default")
@@ -58,3 +59,23 @@ async def test_a_watch_that_lags_does_not_roll_back_twice(scene: KeeperScene, mo
     await scene.edit(nodesMax=2)
     await scene.until(lambda: scene.count("POST", PODS, 201) == 2, "the next act")
     assert asked == [20]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ({"spec": {"containers": [{"name": "t"}], "volumes": {"a": {}}}}, "template.spec.volumes: is no list"),
+        ({"spec": {"containers": [{"name": "t", "env": [None]}]}}, "template.spec.containers[0].env: is no list"),
+    ],
+)
+async def test_a_template_of_which_no_pod_can_be_made_is_told(
+    scene: KeeperScene, template: dict[str, Any], words: str
+) -> None:
+    await scene.begin(template=template)
+    await scene.until_state("Invalid")
+    assert words in (await scene.status())["reason"]
+    mended = {"spec": {**TEMPLATE["spec"], "volumes": None}}
+    await scene.edit(template=mended, fallback={"template": {"spec": {"volumes": "x"}}})
+    await scene.until(lambda: scene.said("fallback"), "that no pod can be made of the fallback either")
+    await scene.edit(fallback=None)
+    await scene.until(scene.runs, "a pod")
