@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from orchestrator.config import JobConfig, JobSettings
 from orchestrator.errors import ConfigError
+from orchestrator.schedulers.kubernetes.pods import merged, template_problems
 from orchestrator.schedulers.kubernetes.watching import GROUP, JOB_LABEL, VERSION
 
 KIND, PLURAL = "TrainingJob", "trainingjobs"
@@ -66,11 +67,13 @@ class TrainingJobSpec(JobSettings):
         return self
 
     @model_validator(mode="after")
-    def _has_a_container(self) -> Self:
-        spec = self.template.get("spec")
-        containers = spec.get("containers") if isinstance(spec, Mapping) else None
-        if not (isinstance(containers, list) and containers and isinstance(containers[0], Mapping)):
-            raise ValueError("template.spec.containers: one container is needed, in which agent and workers run")
+    def _is_a_template(self) -> Self:
+        found = [f"template.{problem}" for problem in template_problems(self.template)]
+        if self.fallback is not None and not found:
+            other = merged(self.template, self.fallback.template)
+            found = [f"template with fallback.template: {problem}" for problem in template_problems(other)]
+        if found:
+            raise ValueError("; ".join(found))
         return self
 
     def config(self, name: str) -> JobConfig:

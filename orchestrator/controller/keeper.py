@@ -126,8 +126,9 @@ class JobKeeper:
         return Owner(namespace=namespace, name=name, uid=self._object["metadata"]["uid"])
 
     def on_object(self, found: Object, gone: bool) -> None:
-        """The TrainingJob has changed, or is gone."""
-        self._object, self._gone = found, gone
+        """The TrainingJob has changed, or is gone. A watch that lags tells what is older than our own writes."""
+        if gone or not _older(found, self._object):
+            self._object, self._gone = found, gone
         self._wake.set()
 
     def on_pod(self, found: Object, gone: bool) -> None:

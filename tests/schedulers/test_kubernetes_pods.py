@@ -16,6 +16,7 @@ from orchestrator.schedulers.kubernetes.pods import (
     place_of,
     read_pod,
     render_pod,
+    template_problems,
     wall_seconds,
 )
 from orchestrator.schedulers.kubernetes.watching import path_of
@@ -304,3 +305,56 @@ def test_a_pod_that_should_be_gone() -> None:
 def test_places(labels: dict[str, str], place: str) -> None:
     assert place_of({"metadata": {"labels": labels}}) == place
     assert place_of({"metadata": {"labels": None}}) == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"containers": None}, "spec.containers: one"),
+        ({"containers": [None]}, "spec.containers: one"),
+        ({"volumes": {"a": {}}}, "spec.volumes: is no list of objects"),
+        ({"volumes": ["a"]}, "spec.volumes: is no list of objects"),
+        ({"tolerations": "all"}, "spec.tolerations: is no list of objects"),
+        ({"containers": [{"env": [None]}]}, "spec.containers[0].env: is no list of objects"),
+        ({"containers": [{"env": {"A": "b"}}]}, "spec.containers[0].env: is no list of objects"),
+        ({"containers": [{"volumeMounts": ["/x"]}]}, "spec.containers[0].volumeMounts: is no list of objects"),
+        ({"containers": [{"command": "python3"}]}, "spec.containers[0].command: is no list of words"),
+        ({"terminationGracePeriodSeconds": "30s"}, "spec.terminationGracePeriodSeconds: is no whole number"),
+    ],
+)
+def test_shapes_that_no_pod_has_are_told(spec: dict[str, Any], words: str) -> None:
+    assert [problem[: len(words)] for problem in template_problems({"spec": {"containers": [CONTAINER], **spec}})] == [
+        words
+    ]
+    assert template_problems({"spec": {"containers": [CONTAINER]}, "metadata": ["x"]}) == ["metadata: is no object"]
+
+
+ODD: list[Any] = [None, {}, [], 0, True, "x", 7.5, ["x"], [None], [{}], {"a": "b"}]
+
+
+def test_what_has_no_problem_can_be_rendered() -> None:
+    """Every field that is looked at, in every odd shape."""
+    for odd in ODD:
+        for name in (
+            "volumes",
+            "tolerations",
+            "terminationGracePeriodSeconds",
+            "topologySpreadConstraints",
+            "affinity",
+        ):
+            render_if_well({"spec": {"containers": [CONTAINER], name: odd}})
+        for name in ("env", "volumeMounts", "command", "args", "name", "image"):
+            render_if_well({"spec": {"containers": [{**CONTAINER, name: odd}, odd]}})
+        for name in ("labels", "annotations", "name"):
+            render_if_well({"metadata": {name: odd}, "spec": {"containers": [CONTAINER]}})
+        for template in (
+            {"metadata": odd, "spec": {"containers": [CONTAINER]}},
+            {"spec": odd},
+            {"spec": {"containers": odd}},
+        ):
+            render_if_well(template)
+
+
+def render_if_well(template: dict[str, Any]) -> None:
+    if not template_problems(template):
+        render_pod(plan(template), "small-abcde", grace_seconds=0.0, staging_bytes=1, falls_back=True)

@@ -181,6 +181,39 @@ def merged(target: Any, patch: Any) -> Any:
     return result
 
 
+def template_problems(template: Mapping[str, Any]) -> list[str]:
+    """What is of a shape that no pod has, as far as `render_pod` looks at it. All else is for the API server to say.
+
+    A shape that nobody could render would keep the job from starting without a word.
+    """
+    metadata, spec = template.get("metadata"), template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    if not (isinstance(containers, list) and containers and isinstance(containers[0], Mapping)):
+        return ["spec.containers: one container is needed, in which agent and workers run"]
+    assert isinstance(spec, Mapping)
+    found = [] if metadata is None or isinstance(metadata, Mapping) else ["metadata: is no object"]
+    for name in ("labels", "annotations"):
+        if isinstance(metadata, Mapping) and not isinstance(metadata.get(name) or {}, Mapping):
+            found.append(f"metadata.{name}: is no object")
+    first = "spec.containers[0]"
+    for where, record, name in (
+        ("spec", spec, "volumes"),
+        ("spec", spec, "tolerations"),
+        (first, containers[0], "env"),
+        (first, containers[0], "volumeMounts"),
+    ):
+        values = record.get(name) or []
+        if not (isinstance(values, list) and all(isinstance(value, Mapping) for value in values)):
+            found.append(f"{where}.{name}: is no list of objects")
+    command = containers[0].get("command") or []
+    if not (isinstance(command, list) and all(isinstance(word, str) for word in command)):
+        found.append(f"{first}.command: is no list of words")
+    grace = spec.get("terminationGracePeriodSeconds") or 0
+    if isinstance(grace, bool) or not isinstance(grace, int):
+        found.append("spec.terminationGracePeriodSeconds: is no whole number")
+    return found
+
+
 def render_pod(
     plan: PodPlan,
     name: str,
