@@ -14,11 +14,14 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def stand_before() -> None:
     """Goes on in a child; this process never returns. Call it before there are threads."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # process 1 is not given what it does not handle yet
     agent = os.fork()
     if agent == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         return
     for number in PASSED_ON:
         signal.signal(number, lambda which, _: _pass_on(agent, which))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     while True:
         ended, status = os.wait()
         if ended == agent:

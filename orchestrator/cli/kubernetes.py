@@ -178,16 +178,27 @@ class ClusterJob:
                 body = {"spec": {"cancel": True}}
             case "resize":
                 body = {"spec": {"nodesMax": nodes}}
-            case _:
+            case "rollback":
                 body = {"metadata": {"annotations": {ROLLBACK_ANNOTATION: str(step)}}}
+            case _:
+                raise AssertionError(f"no verb asks for {what!r}")
         edited = _ask(lambda: self._client.patch(self._path, body), self._client)
         self._asked_generation = int(edited["metadata"].get("generation") or 0)
+
+    def _status_now(self) -> Object:
+        """Empty while the API server is away: who waits waits on. Raises SupervisorError if there is no such job."""
+        try:
+            return self.read().get("status") or {}
+        except KubernetesError as error:
+            if error.is_permanent:
+                raise
+            return {}
 
     def wait_until_ended(self, timeout_seconds: float) -> str:
         """Wait until the request was seen, and for the end; the state. Raises SupervisorError when the time is over."""
         until = time.monotonic() + timeout_seconds
         while True:
-            status = self.read().get("status") or {}
+            status = self._status_now()
             state, seen = str(status.get("state")), int(status.get("observedGeneration") or 0)
             if state in ENDED and seen >= self._asked_generation:
                 return state

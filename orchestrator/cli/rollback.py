@@ -17,6 +17,7 @@ from orchestrator.cli.client import SupervisorClient, this_user
 from orchestrator.cli.kubernetes import Namespace
 from orchestrator.cli.terminal import say
 from orchestrator.core.wording import counted
+from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
     from orchestrator.core.messages import CheckpointId
@@ -44,6 +45,8 @@ def rollback(
 
     found = kubernetes.find(job, namespace)
     if found is not None:
+        if store is not None or take_over:
+            raise ConfigError("--store and --take-over are for jobs that no TrainingJob stands for: its spec says both")
         found.request("rollback", step=step)
         say(f"accepted: the job {job!r} ends its generation and goes on from step {step}; its events say if it cannot")
         return

@@ -45,7 +45,7 @@ from orchestrator.controller.reconcile import (
 from orchestrator.core.messages import Finish
 from orchestrator.errors import ConfigError, KubernetesError, OrchestratorError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
-from orchestrator.schedulers.kubernetes.pods import QUEUE_LABELS, Owner, PodPlan, read_pod
+from orchestrator.schedulers.kubernetes.pods import QUEUE_LABELS, Owner, Pod, PodPlan, read_pod
 from orchestrator.schedulers.kubernetes.watching import Key, path_of
 from orchestrator.supervisor.kubernetes_job import (
     KubernetesJob,
@@ -106,6 +106,8 @@ class JobKeeper:
         self._gone = False
         self._crashes = 0
         self._not_before_seconds = 0.0
+        self._ended_runs: set[str] = set()
+        """A pod whose host does not answer stays for ever, and says that it runs."""
         self._unwritten: Object | None = None
         """How the last run has ended, while that does not stand in the object yet."""
         self._written_seconds = 0.0
@@ -201,7 +203,6 @@ class JobKeeper:
                 waits_for=differs(self._object.get("spec") or {}, host.run.spec),
                 pods_run=host.job.allocation.runs(),
             )
-        pods, now = map(read_pod, self._around.pods(self.key)), self._around.clock.wall()
         return Seen(
             spec=spec,
             problems=problems,
@@ -210,8 +211,12 @@ class JobKeeper:
             status=self._object.get("status") or {},
             rollback_to=(metadata.get("annotations") or {}).get(ROLLBACK_ANNOTATION),
             hosted=hosted,
-            pods_work=any(works(pod, now) for pod in pods) and not self._gone,
+            pods_work=any(works(pod) for pod in self._pods()) and not self._gone,
         )
+
+    def _pods(self) -> list[Pod]:
+        """Those that belong to it; not what stays of runs that this process has seen to their end."""
+        return [pod for pod in map(read_pod, self._around.pods(self.key)) if pod.run not in self._ended_runs]
 
     async def _do(self, decision: Decision, spec: TrainingJobSpec | None) -> None:
         host = self._host
@@ -249,7 +254,7 @@ class JobKeeper:
         known = [run for run in map(read_run, own) if run is not None]
         runs = [run for run in known if run.finds(self._url, self._around.certificate)]
         pods = list(self._around.pods(self.key))
-        run = run_to_go_on_with(runs, map(read_pod, pods), self._around.clock.wall())
+        run = run_to_go_on_with(runs, self._pods())
         if run is None:
             if spec is None:  # its pods live, but nobody knows what they were told
                 await self._delete_pods(pods, keep=None)
@@ -354,6 +359,7 @@ class JobKeeper:
             self._not_before_seconds = self._around.clock.monotonic() + pause
             self._say(f"its supervisor has failed, which is a bug: {error!r}; started again in {pause:.0f} s")
             return
+        self._ended_runs.add(host.run.name)
         ending = host.job.supervisor.job.ending
         spec = self._object.get("spec") or {}
         goes_on = not spec.get("suspend") and metadata.get("deletionTimestamp") is None

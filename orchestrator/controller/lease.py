@@ -72,17 +72,18 @@ class LeaderLease:
 
     async def acquire(self) -> None:
         """Wait until it is ours."""
-        while not await self._try():
+        while not await self._try(RENEW_SECONDS):
             await asyncio.sleep(RETRY_SECONDS)
 
     async def hold(self) -> str:
         """Renew it for as long as it is ours; returns why it is not any more."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
-            if not await self._try() and self.problem is None:
-                return "another controller holds the lease"
-            if self._clock.monotonic() - self._renewed_seconds > RENEW_SECONDS:
+            left_seconds = self._renewed_seconds + RENEW_SECONDS - self._clock.monotonic()
+            if left_seconds <= 0:
                 return f"the lease could not be renewed for {RENEW_SECONDS:.0f} s: {self.problem}"
+            if not await self._try(left_seconds) and self.problem is None:
+                return "another controller holds the lease"
 
     async def release(self) -> None:
         """The next one need not wait: called at an orderly end."""
@@ -94,11 +95,11 @@ class LeaderLease:
         except KubernetesError:
             return  # it runs out by itself
 
-    async def _try(self) -> bool:
+    async def _try(self, limit_seconds: float) -> bool:
         """Whether it is ours now."""
         began = self._clock.monotonic()
         try:
-            async with asyncio.timeout(RENEW_SECONDS):
+            async with asyncio.timeout(limit_seconds):
                 held = await asyncio.to_thread(self._take_or_renew)
         except KubernetesError as error:
             self.problem = str(error)  # a conflict, too: who holds it is read again

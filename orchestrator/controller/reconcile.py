@@ -90,7 +90,7 @@ def reconcile(seen: Seen) -> Decision:
         return _about_hosted(seen, seen.hosted)
     if seen.pods_work:
         if _is_over(seen):
-            return Decision(act=Act.CLEAR, reason="its run is over")
+            return Decision(act=Act.LET_GO if seen.deleting else Act.CLEAR, reason="its run is over")
         return Decision(act=Act.HOST, reason="its pods run, and nobody supervises them")
     if seen.deleting:
         return Decision(act=Act.LET_GO, reason="nothing of it runs")
@@ -112,7 +112,7 @@ def _is_over(seen: Seen) -> bool:
     """Whether its last run has come to an end that stands, as the status says."""
     state, spec = seen.status.get("state"), seen.spec
     if state == "Suspended":
-        return spec is None or spec.suspend
+        return spec is None or spec.suspend or seen.deleting
     if state == "Done" and spec is not None and not spec.take_over:
         return True
     return state in ENDED and seen.status.get("endedGeneration") == seen.edited

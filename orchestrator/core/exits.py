@@ -70,6 +70,7 @@ def _finished(turn: Turn) -> None:
 
 def on_node_lost(turn: Turn, event: NodeLost) -> None:
     """The scheduler is certain that a node is gone, with its workers and its memory."""
+    turn.set(places={name: place for name, place in turn.job.places.items() if name != event.node})
     job = turn.job
     if event.node not in job.nodes:
         in_gang = job.gang is not None and event.node in job.gang

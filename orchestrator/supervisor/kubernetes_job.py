@@ -19,7 +19,8 @@ from orchestrator.certificates import new_identity
 from orchestrator.clock import Clock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import Finish, Request, Requested
-from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation, is_overdue
+from orchestrator.errors import ExitCode
+from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
 from orchestrator.schedulers.kubernetes.pods import (
     LOG_FOLDER,
@@ -134,15 +135,15 @@ def read_run(secret: Mapping[str, Any]) -> Run | None:
     return Run(name=name, settings=settings, spec=spec) if isinstance(spec, dict) else None
 
 
-def run_to_go_on_with(runs: Iterable[Run], pods: Iterable[Pod], now_wall_seconds: float) -> Run | None:
+def run_to_go_on_with(runs: Iterable[Run], pods: Iterable[Pod]) -> Run | None:
     """The run some of whose pods still work: they train on, whoever supervises them. Pure."""
-    living = {pod.run for pod in pods if works(pod, now_wall_seconds)}
+    living = {pod.run for pod in pods if works(pod)}
     return next((run for run in runs if run.name in living), None)
 
 
-def works(pod: Pod, now_wall_seconds: float) -> bool:
+def works(pod: Pod) -> bool:
     """Whether something of the job may still work there. One that is being deleted saves until its grace is over."""
-    return pod.lives and (not pod.deleting or (pod.phase == "Running" and not is_overdue(pod, now_wall_seconds)))
+    return pod.lives and (not pod.deleting or pod.phase == "Running")
 
 
 class KubernetesJob:
@@ -216,8 +217,8 @@ class KubernetesJob:
         self.supervisor.submit(Requested(request=Request.ROLLBACK, by=by, step=step))
 
     def _on_event(self, record: EventRecord) -> None:
-        if record.kind == "ended":
-            self.allocation.abandoned = False
+        if record.kind == "ended" and record.facts.get("exit_code") != ExitCode.FENCED:
+            self.allocation.abandoned = False  # of a job that another one has, its pods are not ours to end
         found = record.facts.get("staging_bytes")
         if record.kind == "preflight" and isinstance(found, int):
             self.staging_bytes = found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from orchestrator.clock import SystemClock
 from orchestrator.controller import lease as lease_module
 from orchestrator.controller.lease import LastSeen, LeaderLease, Verdict, judge
+from orchestrator.errors import KubernetesError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, connect
 from orchestrator.schedulers.kubernetes.watching import path_of
 from tests.kubernetes.cluster import Cluster
@@ -167,3 +170,26 @@ async def test_an_api_server_that_is_away_for_too_long_takes_it_away(
     await first.release()  # no error: it runs out by itself
     cluster.server.start()
     assert holder(cluster) == "first"
+
+
+async def test_an_api_server_that_refuses_and_then_hangs_gets_no_second_ten_seconds(
+    client: KubernetesClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one may take the lease 15 s after the last renewal: by then this one must have let go."""
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 1.0)
+    first = lease_of(client, "first")
+    await first.acquire()
+    began, done = time.monotonic(), threading.Event()
+
+    def hang() -> bool:
+        if time.monotonic() - began < 0.5:
+            raise KubernetesError("refused", status=500)
+        done.wait(30)
+        return True
+
+    monkeypatch.setattr(first, "_take_or_renew", hang)
+    try:
+        assert "could not be renewed" in await asyncio.wait_for(first.hold(), 20)
+        assert time.monotonic() - began < 1.5  # not 0.5 and another 1.0
+    finally:
+        done.set()

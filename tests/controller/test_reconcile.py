@@ -76,6 +76,7 @@ def ended(state: str, edited: int = 3) -> dict[str, Any]:
         (at_rest(pods_work=True, status=ended("Failed", 2)), Act.HOST, None),
         (at_rest(pods_work=True, status=ended("Suspended"), spec=spec(suspend=True)), Act.CLEAR, None),
         (at_rest(pods_work=True, status=ended("Suspended")), Act.HOST, None),
+        (at_rest(pods_work=True, deleting=True, status=ended("Suspended")), Act.LET_GO, None),
         (at_rest(deleting=True), Act.LET_GO, None),
         (at_rest(deleting=True, spec=None), Act.LET_GO, None),
         (at_rest(spec=None, problems=("bad",)), Act.NOTHING, "Invalid"),

@@ -17,7 +17,6 @@ from orchestrator.schedulers.kubernetes.pods import (
     read_pod,
     render_pod,
     template_problems,
-    wall_seconds,
 )
 from orchestrator.schedulers.kubernetes.watching import path_of
 from tests.kubernetes.cluster import Cluster
@@ -254,8 +253,8 @@ def test_the_api_server_takes_it(cluster: Cluster, spec: dict[str, Any]) -> None
 def test_odd_objects_are_read_as_saying_nothing(odd: dict[str, Any]) -> None:
     pod = read_pod(odd)
     assert pod.unschedulable == pod.waiting == ""
-    assert pod.gone_at_wall_seconds is None
-    assert not is_overdue(pod, 1e12)
+    assert pod.deletion_grace_seconds == 0
+    assert not is_overdue(pod, None, 1e12)
     assert pod.ended == ("the pod has failed" if pod.phase == "Failed" else "")
 
 
@@ -284,12 +283,17 @@ def test_why_a_pod_does_not_start() -> None:
 
 
 def test_a_pod_that_should_be_gone() -> None:
-    pod = read_pod({"metadata": {"deletionTimestamp": "2026-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}})
-    at = wall_seconds("2026-01-01T00:00:30Z")
-    assert at is not None
-    assert pod.gone_at_wall_seconds == at
-    assert not is_overdue(pod, at + OVERDUE_SECONDS)
-    assert is_overdue(pod, at + OVERDUE_SECONDS + 0.1)
+    """By our own clock, from when its deletion was seen: the API server's may be minutes off."""
+    pod = read_pod({"metadata": {"deletionTimestamp": "2001-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}})
+    assert not is_overdue(pod, 1000.0, 1030.0 + OVERDUE_SECONDS)
+    assert is_overdue(pod, 1000.0, 1030.1 + OVERDUE_SECONDS)
+
+
+def test_a_pod_on_other_terms_is_known_by_the_next_controller() -> None:
+    terms = plan(fallback={"spec": {"nodeSelector": {"tier": "on-demand"}}})
+    made = render_pod(terms, "job-abcde", grace_seconds=0, falls_back=True)
+    assert read_pod(made).falls_back
+    assert not read_pod(render_pod(terms, "job-abcde", grace_seconds=0)).falls_back
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -238,3 +238,57 @@ async def test_long_lists_come_in_pages(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_paths(words: tuple[str, ...], path: str) -> None:
     assert path_of(*words) == path
+
+
+class Scripted:
+    """Stands for the client: an empty list, and watches that do as told."""
+
+    def __init__(self, *ends: Exception | None) -> None:
+        self.ends = list(ends)
+        self.watches = 0
+
+    def list(self, path: str, selector: str) -> tuple[list[Object], str]:
+        return [], "1"
+
+    def watch(self, path: str, version: str, selector: str) -> list[tuple[str, Object]]:
+        self.watches += 1
+        end = self.ends.pop(0) if self.ends else None
+        if end is not None:
+            raise end
+        return []
+
+
+async def looking(client: Scripted) -> Collection:
+    """A collection that looks through it."""
+    found = Collection(cast("KubernetesClient", client), "pods", on_change=lambda found, gone: None, draw=lambda: 0.0)
+    found.start()
+    await asyncio.wait_for(found.listed(), WAIT_SECONDS)
+    return found
+
+
+async def test_watches_that_end_at_once_come_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that cuts them must not be asked thousands of times a second."""
+    waits: list[float] = []
+    monkeypatch.setattr(
+        watching.threading.Event, "wait", lambda self, seconds: waits.append(seconds) or time.sleep(0.001)
+    )
+    found = await looking(Scripted())
+    while len(waits) < 9:
+        await asyncio.sleep(0.001)
+    found.stop()
+    first = watching.PAUSE_SECONDS_FIRST / 2
+    assert waits[:6] == [first * 2**number for number in range(6)]
+    assert max(waits) <= watching.PAUSE_SECONDS_MAX
+
+
+async def test_a_fault_of_ours_does_not_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has ended would say nothing, and the controller would be blind for good."""
+    monkeypatch.setattr(watching, "PAUSE_SECONDS_FIRST", 0.001)
+    client = Scripted(RuntimeError("of the SDK's"), ValueError("another"))
+    found = await looking(client)
+    end = time.monotonic() + WAIT_SECONDS
+    while client.watches < 4:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.002)
+    found.stop()
+    assert found.problem is None

@@ -11,9 +11,10 @@ The supervisor's controller feeds `observe` from its watch of pods; nothing is a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import string
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ STOP_SECONDS = 10.0
 """For agents that were dismissed to end by themselves."""
 GONE_SECONDS = 5.0
 """For pods that were deleted in the end to be gone; one whose host does not answer is not waited for any longer."""
+LAST_GRACE_SECONDS = 1
+"""For an agent that was told to end, and has not."""
 OVERDUE_SECONDS = 10.0
 """A pod that is still there so long after its grace has a host that does not answer."""
 REFUSED_SECONDS_FIRST = 1.0
@@ -46,7 +49,8 @@ _LETTERS = string.ascii_lowercase + string.digits
 class _Node:
     pod: Pod
     released: bool = False
-    falls_back: bool = False
+    deleting_since_seconds: float | None = None
+    """When its deletion was first seen, on our own monotonic clock."""
 
 
 class KubernetesAllocation:
@@ -74,7 +78,7 @@ class KubernetesAllocation:
         """Pods of this run that an earlier supervisor asked for and that have not started yet."""
         self._ended: dict[str, None] = {}
         self._quick_ends = 0
-        self._wanted = 0
+        self._wishes: list[bool] = []
         self._creating: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_lost: OnLost = lambda node, reason: None
@@ -95,18 +99,19 @@ class KubernetesAllocation:
         """
         self._on_lost = on_lost
         self._spawn(self._look_for_ever())
-        now = self._clock.wall()
-        running = [
-            name for name, node in self._nodes.items() if node.pod.phase == "Running" and not is_overdue(node.pod, now)
-        ]
+        running = [name for name, node in self._nodes.items() if node.pod.phase == "Running"]
         self._spares = [name for name, node in self._nodes.items() if name not in running and not node.pod.deleting]
         return tuple(running)
 
     def request(self, count: int) -> None:
         """That many pods more, at once."""
         taken, self._spares = self._spares[:count], self._spares[count:]
-        self._wanted += count - len(taken)
-        if self._wanted > 0 and (self._creating is None or self._creating.done()):
+        self._wish([False] * (count - len(taken)))
+
+    def _wish(self, terms: list[bool]) -> None:
+        """For a pod each; True: on the terms of `fallback`."""
+        self._wishes += terms
+        if self._wishes and (self._creating is None or self._creating.done()):
             self._creating = self._spawn(self._create_wanted())
 
     def release(self, node: str) -> None:
@@ -126,19 +131,21 @@ class KubernetesAllocation:
     async def stop(self) -> None:
         """Let dismissed agents end, then delete what is left; nothing, if another controller goes on with it."""
         self._stopping = True
-        self._wanted = 0
+        self._wishes = []
         if not self.abandoned:
             for node in self._nodes.values():
                 node.released = True
                 if node.pod.phase == "Pending":  # nothing runs there that could end by itself
-                    self._spawn(self._delete(node.pod))
+                    self._spawn(self._delete(node.pod.name, LAST_GRACE_SECONDS))
             await self._until_gone(STOP_SECONDS)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self.abandoned:
-            await asyncio.gather(*(self._delete(node.pod) for node in list(self._nodes.values())))
-            await self._until_gone(GONE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GONE_SECONDS):
+                    await asyncio.gather(*(self._delete(name, LAST_GRACE_SECONDS) for name in list(self._nodes)))
+                    await self._until_gone(GONE_SECONDS)
 
     async def _until_gone(self, seconds: float) -> None:
         until = self._clock.monotonic() + seconds
@@ -158,6 +165,8 @@ class KubernetesAllocation:
                 return
             node = self._nodes[pod.name] = _Node(pod=pod)
         node.pod = pod
+        if pod.deleting and node.deleting_since_seconds is None:
+            node.deleting_since_seconds = self._clock.monotonic()
         if gone:
             self._end(pod.name, pod.ended or "its pod was deleted")
         elif pod.ended:
@@ -165,7 +174,7 @@ class KubernetesAllocation:
 
     def waiting(self) -> Iterable[Pod]:
         """Pods that do not run yet."""
-        return [node.pod for node in self._nodes.values() if node.pod.phase == "Pending"]
+        return [node.pod for node in self._nodes.values() if node.pod.phase == "Pending" and not node.released]
 
     def runs(self) -> bool:
         """Whether any pod has come to run, or an agent of it may still work."""
@@ -187,16 +196,17 @@ class KubernetesAllocation:
         while len(self._ended) > ENDED_KEPT:
             name = next(iter(self._ended))
             del self._ended[name]
-            await self._try_delete(name, None)
+            await self._delete(name, None)
 
     # ------------------------------------------------------------------------------------------- what is done
 
     async def _create_wanted(self) -> None:
         pause = REFUSED_SECONDS_FIRST
-        while self._wanted > 0:
+        while self._wishes:
             await asyncio.sleep(pause_seconds(self._quick_ends))
-            made = await asyncio.gather(*(self._create() for _ in range(self._wanted)))
-            self._wanted -= sum(made)
+            wishes, self._wishes = self._wishes, []
+            made = await asyncio.gather(*(self._create(falls_back=one) for one in wishes))
+            self._wishes += [one for one, there in zip(wishes, made, strict=True) if not there]
             if all(made):
                 self.refusal = None
                 pause = REFUSED_SECONDS_FIRST
@@ -205,7 +215,7 @@ class KubernetesAllocation:
             await asyncio.sleep(max(pause, min(asked or 0.0, REFUSED_SECONDS_MAX)))
             pause = min(2 * pause, REFUSED_SECONDS_MAX)
 
-    async def _create(self, *, falls_back: bool = False) -> bool:
+    async def _create(self, *, falls_back: bool) -> bool:
         """Whether a pod was made. One of which that is not known has a name of its own: it is seen, if it is there."""
         name = pod_name(self._plan.owner.name)
         pod = render_pod(
@@ -221,9 +231,7 @@ class KubernetesAllocation:
             self.refusal = error
             return name in self._nodes  # the answer was lost, and the watch was quicker
         if name not in self._nodes and name not in self._ended:
-            self._nodes[name] = _Node(pod=read_pod(made), falls_back=falls_back)
-        elif falls_back and name in self._nodes:
-            self._nodes[name].falls_back = True
+            self._nodes[name] = _Node(pod=read_pod(made))
         return True
 
     def _release(self, name: str) -> None:
@@ -238,40 +246,38 @@ class KubernetesAllocation:
         while pod.name in self._nodes and self._clock.monotonic() < until:
             await asyncio.sleep(0.1)
         if pod.name in self._nodes:
-            await self._delete(pod)
+            await self._delete(pod.name, LAST_GRACE_SECONDS)
 
     async def _lose_later(self, name: str, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        await self._try_delete(name, 0)
+        await self._delete(name, 0)
 
-    async def _delete(self, pod: Pod) -> None:
-        await self._try_delete(pod.name, 1)
-
-    async def _try_delete(self, name: str, grace_seconds: int | None) -> None:
-        path = path_of("pods", self._plan.owner.namespace, name)
-        for pause in (0.5, 2.0, 8.0, 0.0):
+    async def _delete(self, name: str, grace_seconds: int | None) -> None:
+        """Tried for as long as this allocation lasts. What is left then goes with its TrainingJob, or its next run."""
+        path, pause = path_of("pods", self._plan.owner.namespace, name), REFUSED_SECONDS_FIRST
+        while True:
             try:
                 await asyncio.to_thread(self._client.delete, path, grace_seconds=grace_seconds)
                 return
-            except KubernetesError:  # it stays, and is looked at again: its TrainingJob's end takes it along at last
+            except KubernetesError:
                 await asyncio.sleep(pause)
+                pause = min(2 * pause, REFUSED_SECONDS_MAX)
 
     async def _look_for_ever(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now = self._clock.wall()
             for name, node in list(self._nodes.items()):
-                if is_overdue(node.pod, now):
+                if is_overdue(node.pod, node.deleting_since_seconds, self._clock.monotonic()):
                     self._end(
                         name, f"its pod is being deleted, and its host {node.pod.host} does not say that it ended"
                     )
-                elif self._has_waited(node, now):
+                elif self._has_waited(node, self._clock.wall()):
                     self._replace(name, node)
 
     def _has_waited(self, node: _Node, now_wall_seconds: float) -> bool:
         pod = node.pod
         placeless = pod.phase == "Pending" and pod.unschedulable and not pod.gated
-        waits = placeless and not node.released and not node.falls_back
+        waits = placeless and not node.released and not pod.falls_back
         since = pod.created_wall_seconds
         return bool(
             waits
@@ -283,14 +289,8 @@ class KubernetesAllocation:
     def _replace(self, name: str, node: _Node) -> None:
         """By a pod on other terms. For the job it is the same wish, so nothing is lost by it."""
         node.released = True
-        self._spawn(self._try_delete(name, 0))
-        self._spawn(self._create_fallback())
-
-    async def _create_fallback(self) -> None:
-        pause = REFUSED_SECONDS_FIRST
-        while not await self._create(falls_back=True):
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, REFUSED_SECONDS_MAX)
+        self._spawn(self._delete(name, 0))
+        self._wish([True])
 
     def _spawn_unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         if self._stopping:
@@ -307,13 +307,14 @@ class KubernetesAllocation:
 
 def pod_name(job: str) -> str:
     """A name that no pod of the job has had."""
-    return f"{job[:57].rstrip('-.')}-{''.join(secrets.choice(_LETTERS) for _ in range(5))}"
+    return f"{job}-{''.join(secrets.choice(_LETTERS) for _ in range(5))}"
 
 
-def is_overdue(pod: Pod, now_wall_seconds: float) -> bool:
-    """Whether a pod should be gone by now. Wall clocks of two machines are compared: the slack is for that. Pure."""
-    at = pod.gone_at_wall_seconds
-    return pod.deleting and at is not None and now_wall_seconds > at + OVERDUE_SECONDS
+def is_overdue(pod: Pod, deleting_since_seconds: float | None, now_seconds: float) -> bool:
+    """Whether a pod should be gone by now: its grace, from when its deletion was first seen, is over. Pure."""
+    if deleting_since_seconds is None:
+        return False
+    return now_seconds > deleting_since_seconds + pod.deletion_grace_seconds + OVERDUE_SECONDS
 
 
 def ended_quickly(pod: Pod, now_wall_seconds: float) -> bool:
@@ -326,8 +327,3 @@ def pause_seconds(quick_ends: int) -> float:
     """Before the next pod is made, after so many in a row that ended quickly. Pure."""
     more = quick_ends - QUICK_ENDS_MAX
     return 0.0 if more < 0 else min(REFUSED_SECONDS_FIRST * 2.0 ** min(more, 10), REFUSED_SECONDS_MAX)
-
-
-def pods_of(objects: Mapping[tuple[str, str], Object], run: str) -> list[Pod]:
-    """The pods of a run among others."""
-    return [pod for pod in map(read_pod, objects.values()) if pod.run == run]

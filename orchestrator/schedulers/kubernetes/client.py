@@ -111,10 +111,6 @@ class KubernetesClient:
         answer = self._open("GET", path, query, None, "", seconds=WATCH_SECONDS + WATCH_SLACK_SECONDS)
         return Watch(answer, self.server)
 
-    def close(self) -> None:
-        """Closes the idle connections."""
-        self._api.rest_client.pool_manager.clear()
-
     def _ask(
         self,
         method: str,

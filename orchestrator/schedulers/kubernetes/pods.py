@@ -22,6 +22,7 @@ SPARE_SECONDS = 5
 """Of a pod's grace that are left to the agent's own end."""
 LOST_NODE_TOLERATION_SECONDS = 30
 """A host that does not answer loses its pods after that, not after 300 s: the gang stands still meanwhile."""
+FALLBACK_ANNOTATION = f"{GROUP}/falls-back"
 QUEUE_LABELS = "kueue.x-k8s.io/"
 ZONE_LABELS = ("topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone")
 DOMAIN_LABELS = (
@@ -68,11 +69,13 @@ class Pod:
     """The cluster's node; empty before it has one."""
     phase: str
     deleting: bool
-    gone_at_wall_seconds: float | None
-    """When the grace of its deletion is over, by the API server's clock."""
+    deletion_grace_seconds: float
+    """That it has from its deletion on; 0 as long as it is not deleted."""
     created_wall_seconds: float | None
     unschedulable: str
     """What the cluster's scheduler says against it; empty: nothing."""
+    falls_back: bool
+    """It was made on the terms of `fallback`."""
     gated: bool
     """Whoever queues it (Kueue) has not let it to the scheduler yet."""
     waiting: str
@@ -98,9 +101,10 @@ def read_pod(found: Mapping[str, Any]) -> Pod:
         host=str(_part(found, "spec").get("nodeName") or ""),
         phase=str(status.get("phase") or ""),
         deleting=deleted is not None,
-        gone_at_wall_seconds=wall_seconds(deleted) if grace is None or isinstance(grace, int) else None,
+        deletion_grace_seconds=float(grace) if isinstance(grace, int) and grace > 0 else 0.0,
         created_wall_seconds=wall_seconds(metadata.get("creationTimestamp")),
         unschedulable=_unschedulable(status),
+        falls_back=FALLBACK_ANNOTATION in _part(metadata, "annotations"),
         gated=bool(_records(_part(found, "spec"), "schedulingGates")),
         waiting=_waiting(status),
         ended=_ended(status),
@@ -239,13 +243,16 @@ def render_pod(
             "name": name,
             "namespace": plan.owner.namespace,
             "labels": {**(metadata.get("labels") or {}), **plan.labels, **job},
-            "annotations": metadata.get("annotations") or {},
+            "annotations": {
+                **(metadata.get("annotations") or {}),
+                **({FALLBACK_ANNOTATION: "true"} if falls_back else {}),
+            },
             "ownerReferences": [plan.owner.reference()],
         },
         "spec": {
             **spec,
             "restartPolicy": "Never",
-            "hostname": name[:63].rstrip("-."),
+            "hostname": name,
             "subdomain": plan.owner.name,
             "terminationGracePeriodSeconds": grace,
             "containers": containers,

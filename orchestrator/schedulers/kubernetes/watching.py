@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,9 @@ _GROUPS = {
 }
 PAUSE_SECONDS_FIRST = 0.5
 PAUSE_SECONDS_MAX = 30.0
+"""Between two requests where the first one failed, or ended soon."""
+STEADY_SECONDS = 5.0
+"""A watch that has lasted so long was a good one: it is opened again at once, or nearly so."""
 Key = tuple[str, str]
 """(namespace, name)."""
 
@@ -101,32 +105,39 @@ class Collection:
     # ------------------------------------------------------------------------------------------ the thread
 
     def _look_for_ever(self, loop: asyncio.AbstractEventLoop) -> None:
-        pause = PAUSE_SECONDS_FIRST
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            while not self._stopped.is_set():
-                try:
-                    if not self._version:
-                        found, self._version = self._client.list(self.path, self._selector)
-                        loop.call_soon_threadsafe(self._on_listed, found)
-                    self._follow(loop)
-                    pause = PAUSE_SECONDS_FIRST
-                except KubernetesError as error:
-                    if error.status == 410:
-                        self._version = ""
-                    loop.call_soon_threadsafe(self._say, str(error))
-                    asked = min(error.retry_after_seconds or 0.0, PAUSE_SECONDS_MAX)
-                    self._stopped.wait(max(asked, pause * (0.5 + 0.5 * self._draw())))
-                    pause = min(2 * pause, PAUSE_SECONDS_MAX)
+        def tell(work: Callable[..., None], *what: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                loop.call_soon_threadsafe(work, *what)
 
-    def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        pause = PAUSE_SECONDS_FIRST
+        while not self._stopped.is_set():
+            began, asked = time.monotonic(), 0.0
+            try:
+                if not self._version:
+                    found, self._version = self._client.list(self.path, self._selector)
+                    tell(self._on_listed, found)
+                self._follow(tell)
+            except KubernetesError as error:
+                if error.status == 410:
+                    self._version = ""
+                tell(self._say, str(error))
+                asked = min(error.retry_after_seconds or 0.0, PAUSE_SECONDS_MAX)
+            except Exception as error:  # of ours, or of the SDK's: a thread that has ended would be blind for good
+                tell(self._say, f"{self.path} could not be watched, which is a bug: {error!r}")
+            if time.monotonic() - began > STEADY_SECONDS:
+                pause = PAUSE_SECONDS_FIRST
+            self._stopped.wait(max(asked, pause * (0.5 + 0.5 * self._draw())))
+            pause = min(2 * pause, PAUSE_SECONDS_MAX)
+
+    def _follow(self, tell: Callable[..., None]) -> None:
         """One watch to its end. The next one goes on from the last change that came."""
         self._watch = self._client.watch(self.path, self._version, self._selector)
         if self._stopped.is_set():
             self._watch.close()
-        loop.call_soon_threadsafe(self._say, None)
+        tell(self._say, None)
         for kind, found in self._watch:
             if kind != "BOOKMARK":
-                loop.call_soon_threadsafe(self._on_object, found, kind == "DELETED")
+                tell(self._on_object, found, kind == "DELETED")
             self._version = _version(found) or self._version
 
     # ------------------------------------------------------------------------------------------ on the loop
