@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
 import secrets
 import socket
@@ -242,5 +243,6 @@ class Controller:
         return Identity(certificate=data[CERTIFICATE_KEY], key=data[KEY_KEY]), data[METRICS_KEY]
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"controller: {text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: nothing ends for that
+            sys.stderr.write(f"controller: {text}\n")
+            sys.stderr.flush()
