@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from orchestrator.clock import SystemClock
 from orchestrator.controller import lease as lease_module
 from orchestrator.controller.lease import LastSeen, LeaderLease, Verdict, judge
+from orchestrator.errors import KubernetesError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, connect
 from orchestrator.schedulers.kubernetes.watching import path_of
 from tests.kubernetes.cluster import Cluster
@@ -167,3 +170,42 @@ async def test_an_api_server_that_is_away_for_too_long_takes_it_away(
     await first.release()  # no error: it runs out by itself
     cluster.server.start()
     assert holder(cluster) == "first"
+
+
+async def test_what_was_stopped_for_a_while_writes_nothing_before_it_has_looked(
+    client: KubernetesClient, cluster: Cluster
+) -> None:
+    """Its clock goes on meanwhile, and another one may hold the lease and the jobs."""
+    clock = ShiftedClock()
+    lease = lease_of(client, "first", clock)
+    guarded = client.writing_while(lambda: lease.is_certain)
+    secrets = path_of("secrets", "default")
+    with pytest.raises(KubernetesError, match="another controller may hold the lease"):
+        guarded.create(secrets, {"metadata": {"name": "before"}})
+    await lease.acquire()
+    guarded.create(secrets, {"metadata": {"name": "with"}})
+    clock.shift_seconds = 20.0
+    writes: tuple[Callable[[], object], ...] = (
+        lambda: guarded.create(secrets, {"metadata": {"name": "after"}}),
+        lambda: guarded.patch(f"{secrets}/with", {"stringData": {"a": "b"}}),
+        lambda: guarded.delete(f"{secrets}/with"),
+    )
+    for write in writes:
+        with pytest.raises(KubernetesError, match="another controller may hold the lease"):
+            write()
+    assert [one["metadata"]["name"] for one in guarded.list(secrets)[0]] == ["with"]
+
+
+async def test_requests_that_wait_for_their_answers_do_not_cost_the_lease(client: KubernetesClient) -> None:
+    """All of the process' other threads are busy."""
+    end = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        busy = asyncio.get_running_loop().run_in_executor(threads, end.wait, 20)
+        asyncio.get_running_loop().set_default_executor(threads)
+        lease = lease_of(client, "first")
+        try:
+            await asyncio.wait_for(lease.acquire(), 10)
+        finally:
+            end.set()
+        await busy
+        assert lease.is_certain
