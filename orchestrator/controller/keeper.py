@@ -62,6 +62,8 @@ LOOK_SECONDS = 2.0
 """Between two looks at a job that nobody has touched: its step, its pace."""
 STATUS_SECONDS = 5.0
 """Between two writings of a status in which only figures have changed."""
+MEND_SECONDS = 30.0
+"""Between two looks at whether all is there that pods need to start."""
 PAUSE_SECONDS_MAX = 60.0
 
 
@@ -111,6 +113,9 @@ class JobKeeper:
         self._unwritten: Object | None = None
         """How the last run has ended, while that does not stand in the object yet."""
         self._written_seconds = 0.0
+        self._incomplete = False
+        """Service or budget are not its own yet."""
+        self._mend_at_seconds = 0.0
         self._posted = EventPoster(around.client, found)
 
     # ------------------------------------------------------------------------------------------ what is seen
@@ -143,6 +148,10 @@ class JobKeeper:
         """A host of the cluster has changed, or is gone."""
         if self._host is not None:
             self._host.job.on_host(found, gone)
+
+    def _pods(self) -> list[Object]:
+        """Pods of its runs. Others that have its label are somebody's own."""
+        return [pod for pod in self._around.pods(self.key) if read_pod(pod).run]
 
     @property
     def _url(self) -> str:
@@ -180,6 +189,8 @@ class JobKeeper:
         decision = reconcile(self._seen(spec, problems))
         await self._do(decision, spec)
         await self._write_status(decision, problems)
+        if self._host is not None:
+            await self._mend(self._host)
 
     def _read_spec(self) -> tuple[TrainingJobSpec | None, tuple[str, ...]]:
         if re.fullmatch(NAME_PATTERN, self.key[1]) is None:
@@ -211,12 +222,12 @@ class JobKeeper:
             status=self._object.get("status") or {},
             rollback_to=(metadata.get("annotations") or {}).get(ROLLBACK_ANNOTATION),
             hosted=hosted,
-            pods_work=any(works(pod) for pod in self._pods()) and not self._gone,
+            pods_work=any(works(pod) for pod in self._unended()) and not self._gone,
         )
 
-    def _pods(self) -> list[Pod]:
-        """Those that belong to it; not what stays of runs that this process has seen to their end."""
-        return [pod for pod in map(read_pod, self._around.pods(self.key)) if pod.run not in self._ended_runs]
+    def _unended(self) -> list[Pod]:
+        """Pods of its runs, but for what stays of those that this process has seen to their end."""
+        return [pod for pod in map(read_pod, self._pods()) if pod.run not in self._ended_runs]
 
     async def _do(self, decision: Decision, spec: TrainingJobSpec | None) -> None:
         host = self._host
@@ -236,7 +247,7 @@ class JobKeeper:
             case Act.ROLL_BACK if host is not None:
                 await self._roll_back(host, decision)
             case Act.CLEAR:
-                await self._delete_pods(list(self._around.pods(self.key)), keep=None)
+                await self._delete_pods(self._pods(), keep=None)
             case Act.LET_GO:
                 await self._let_go()
             case _:
@@ -252,18 +263,21 @@ class JobKeeper:
         found, _ = await asyncio.to_thread(client.list, secrets, selector_of(owner.name))
         own = [one for one in found if _owned_by(one, owner.uid)]
         known = [run for run in map(read_run, own) if run is not None]
-        runs = [run for run in known if run.finds(self._url, self._around.certificate)]
-        pods = list(self._around.pods(self.key))
-        run = run_to_go_on_with(runs, self._pods())
+        runs = [run for run in known if run.finds(self._url, self._around.certificate) and _is_understood(run)]
+        pods = self._pods()
+        run = run_to_go_on_with(runs, self._unended())
+        if run is None and (spec is None or self._object["metadata"].get("deletionTimestamp") is not None):
+            await self._delete_pods(pods, keep=None)  # nobody knows what they were told, and nothing shall begin
+            return
+        await self._remove_others(own, pods, run)  # first: a Secret that cannot be removed is not followed by more
         if run is None:
-            if spec is None:  # its pods live, but nobody knows what they were told
-                await self._delete_pods(pods, keep=None)
+            spec, _ = self._read_spec()  # as it is by now: settings and spec of a run are of one moment
+            if spec is None:
                 return
             run = self._new_run(spec)
             await asyncio.to_thread(client.create, secrets, render_secret(run, owner))
         else:
             reason = f"{reason}; the run {run.name} is gone on with"
-        await self._remove_others(own, pods, run)
         await self._make_surroundings(run)
         self._host = self._host_run(run, pods)
         self._posted.post("Normal", "Started", reason)
@@ -316,14 +330,14 @@ class JobKeeper:
             grace_seconds=spec.grace_seconds,
         )
 
-    async def _remove_others(self, own: list[Object], pods: list[Object], run: Run) -> None:
+    async def _remove_others(self, own: list[Object], pods: list[Object], run: Run | None) -> None:
         """Runs that are over: what their agents were told is of no use, and their pods go, with their output."""
         for secret in own:
             name = secret["metadata"]["name"]
-            if name != run.secret:
+            if run is None or name != run.secret:
                 path = path_of("secrets", self.owner.namespace, name)
                 await asyncio.to_thread(self._around.client.delete, path)
-        await self._delete_pods(pods, keep=run.name)
+        await self._delete_pods(pods, keep=None if run is None else run.name)
 
     async def _delete_pods(self, pods: list[Object], *, keep: str | None) -> None:
         for pod in map(read_pod, pods):
@@ -331,8 +345,27 @@ class JobKeeper:
                 path = path_of("pods", self.owner.namespace, pod.name)
                 await asyncio.to_thread(self._around.client.delete, path, uid=pod.uid)
 
+    async def _mend(self, host: _Host) -> None:
+        """What another controller's last request has still made goes; what is missing around the pods is made again."""
+        await self._delete_pods(self._pods(), keep=host.run.name)
+        starting = any(pod.host for pod in host.job.allocation.waiting())
+        now = self._around.clock.monotonic()
+        if host.ending or not (starting or self._incomplete) or now < self._mend_at_seconds:
+            return
+        secrets = path_of("secrets", self.owner.namespace)
+        try:
+            await asyncio.to_thread(self._around.client.create, secrets, render_secret(host.run, self.owner))
+            self._say(f"the Secret {host.run.secret} was missing, and is made again")
+        except KubernetesError as error:
+            if error.status != 409:
+                raise
+        await self._make_surroundings(host.run)
+
     async def _make_surroundings(self, run: Run) -> None:
+        """Service and budget. Of a TrainingJob that was deleted they are about to go: they are made when they have."""
         spec = read_spec(run.spec)
+        self._mend_at_seconds = self._around.clock.monotonic() + MEND_SECONDS
+        self._incomplete = False
         for plural, body in (
             ("services", render_service(self.owner)),
             ("poddisruptionbudgets", render_disruption_budget(self.owner, spec.nodes_min)),
@@ -342,6 +375,8 @@ class JobKeeper:
                 known = await asyncio.to_thread(self._around.client.find, path)
                 if known is None:
                     await asyncio.to_thread(self._around.client.create, path_of(plural, self.owner.namespace), body)
+                elif not _owned_by(known, self.owner.uid):
+                    self._incomplete = True
                 elif plural == "poddisruptionbudgets" and known.get("spec") != body["spec"]:
                     await asyncio.to_thread(self._around.client.patch, path, {"spec": body["spec"]})
             except KubernetesError as error:  # the job runs without it
@@ -465,15 +500,28 @@ class JobKeeper:
             self._object = found
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"{'/'.join(self.key)}: {text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: no job ends for that
+            sys.stderr.write(f"{'/'.join(self.key)}: {text}\n")
+            sys.stderr.flush()
 
 
 def spec_now(run_spec: Mapping[str, Any], spec: Mapping[str, Any]) -> TrainingJobSpec:
     """A run's spec with what has taken effect since. A resize may go below the fewest nodes that the run began with."""
-    nodes_max = spec.get("nodesMax", run_spec.get("nodesMax", 1))
-    nodes_min = min(run_spec.get("nodesMin", 1), nodes_max)
-    return read_spec({**run_spec, "nodesMin": nodes_min, "nodesMax": nodes_max})
+    begun = read_spec(run_spec)
+    wanted = spec.get("nodesMax", begun.nodes_max)
+    try:
+        return read_spec({**run_spec, "nodesMin": min(begun.nodes_min, wanted), "nodesMax": wanted})
+    except (ConfigError, TypeError):  # an edit that cannot be changes nothing of what runs
+        return begun
+
+
+def _is_understood(run: Run) -> bool:
+    """Whether its spec is one to this release."""
+    try:
+        read_spec(run.spec)
+    except ConfigError:
+        return False
+    return True
 
 
 def _older(one: Object, other: Object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -22,6 +23,8 @@ from orchestrator.schedulers.kubernetes.watching import path_of
 LEASE_SECONDS = 15
 RENEW_SECONDS = 10.0
 RETRY_SECONDS = 2.0
+THREADS = 2
+"""One request may still wait for its answer when the next one is made."""
 
 
 class Verdict(StrEnum):
@@ -66,9 +69,17 @@ class LeaderLease:
         self._me = me
         self._clock = clock
         self._seen: LastSeen | None = None
-        self._renewed_seconds = 0.0
+        self._renewed_seconds: float | None = None
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="lease")
+        """Its own: the jobs' requests may keep all others busy for longer than a lease lasts."""
         self.problem: str | None = None
         """Why the lease could not be read or written at the last try."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Nobody else can have it yet. Not so in a process that was stopped for a while, before anybody has told it."""
+        renewed = self._renewed_seconds
+        return renewed is not None and self._clock.monotonic() - renewed <= RENEW_SECONDS
 
     async def acquire(self) -> None:
         """Wait until it is ours."""
@@ -79,9 +90,9 @@ class LeaderLease:
         """Renew it for as long as it is ours; returns why it is not any more."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
-            left_seconds = self._renewed_seconds + RENEW_SECONDS - self._clock.monotonic()
-            if left_seconds <= 0:
+            if not self.is_certain:
                 return f"the lease could not be renewed for {RENEW_SECONDS:.0f} s: {self.problem}"
+            left_seconds = (self._renewed_seconds or 0.0) + RENEW_SECONDS - self._clock.monotonic()
             if not await self._try(left_seconds) and self.problem is None:
                 return "another controller holds the lease"
 
@@ -100,7 +111,7 @@ class LeaderLease:
         began = self._clock.monotonic()
         try:
             async with asyncio.timeout(limit_seconds):
-                held = await asyncio.to_thread(self._take_or_renew)
+                held = await asyncio.get_running_loop().run_in_executor(self._threads, self._take_or_renew)
         except KubernetesError as error:
             self.problem = str(error)  # a conflict, too: who holds it is read again
             return False
@@ -108,8 +119,7 @@ class LeaderLease:
             self.problem = "the API server does not answer"
             return False
         self.problem = None
-        if held:
-            self._renewed_seconds = began
+        self._renewed_seconds = began if held else None
         return held
 
     @property

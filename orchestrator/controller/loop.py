@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
 import secrets
 import socket
@@ -85,7 +86,7 @@ class Controller:
             raise ConfigError(f"the controller cannot listen on {where}: {error.strerror}") from error
         try:
             await self._acquire(lease)
-            self._begin(port, identity)
+            self._begin(port, identity, lease)
             return await lease.hold()
         finally:
             await self._end()
@@ -106,9 +107,9 @@ class Controller:
         finally:
             acquiring.cancel()
 
-    def _begin(self, port: ControllerPort, identity: Identity) -> None:
+    def _begin(self, port: ControllerPort, identity: Identity, lease: LeaderLease) -> None:
         self._around = Surroundings(
-            client=self._client,
+            client=self._client.writing_while(lambda: lease.is_certain),
             port=port,
             clock=self._clock,
             url=self._settings.url.rstrip("/"),
@@ -127,18 +128,16 @@ class Controller:
         self._hosts.start()
         for collection in self._pods:
             collection.start()
-        self._tasks["start"] = asyncio.create_task(self._begin_jobs())
+        self._tasks["problems"] = asyncio.create_task(self._report_problems())
+        for pods, jobs in zip(self._pods, self._jobs, strict=True):
+            self._tasks[f"start {jobs.path}"] = asyncio.create_task(self._begin_jobs(pods, jobs))
         where = ", ".join(self._settings.namespaces) or "all namespaces"
         self._say(f"leads, and keeps the training jobs of {where}")
 
-    async def _begin_jobs(self) -> None:
+    async def _begin_jobs(self, pods: Collection, jobs: Collection) -> None:
         """Pods first: a job whose pods were not seen yet would be started a second time."""
-        reporting = asyncio.create_task(self._report_problems())
-        self._tasks["problems"] = reporting
-        for collection in self._pods:
-            await collection.listed()
-        for collection in self._jobs:
-            collection.start()
+        await pods.listed()
+        jobs.start()
 
     async def _report_problems(self) -> None:
         """What cannot be seen is said once, and again when it can be."""
@@ -242,5 +241,6 @@ class Controller:
         return Identity(certificate=data[CERTIFICATE_KEY], key=data[KEY_KEY]), data[METRICS_KEY]
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"controller: {text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: nothing ends for that
+            sys.stderr.write(f"controller: {text}\n")
+            sys.stderr.flush()

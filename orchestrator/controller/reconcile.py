@@ -119,8 +119,11 @@ def _is_over(seen: Seen) -> bool:
 
 
 def may_take_over(spec: TrainingJobSpec, status: Mapping[str, Any]) -> bool:
-    """Once: for its first run, and for the one after it has ended and was edited. A run that goes on needs no force."""
-    return spec.take_over and ("startedAt" not in status or status.get("state") in ENDED)
+    """Until it has trained, and when it has ended and was edited. What goes on after that needs no force.
+
+    A first run of which no pod came to train (a wrong image, a controller that died) has taken nothing over yet.
+    """
+    return spec.take_over and ("startedStep" not in status or status.get("state") in ENDED)
 
 
 def _about_hosted(seen: Seen, hosted: Hosted) -> Decision:

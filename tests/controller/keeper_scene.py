@@ -147,3 +147,12 @@ class KeeperScene:
     async def said(self, words: str) -> bool:
         """Whether the status' reason has them."""
         return words in str((await self.status()).get("reason"))
+
+    async def tell_if_there(self) -> None:
+        """What the watch tells, its end included."""
+        status, found = await self.ask("GET", PATH)
+        if status == 200:
+            await self.tell(found)
+        else:
+            assert self.keeper is not None
+            await self.tell(self.keeper._object, gone=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 
 from orchestrator.controller import keeper as keeper_module
 from orchestrator.controller.crd import ROLLBACK_ANNOTATION
-from orchestrator.schedulers.kubernetes.watching import path_of
-from orchestrator.supervisor.kubernetes_job import KubernetesJob
-from tests.controller.keeper_scene import PATH, TEMPLATE, KeeperScene
+from orchestrator.controller.objects import render_service
+from orchestrator.schedulers.kubernetes.pods import Owner
+from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, RUN_LABEL, path_of
+from orchestrator.supervisor.kubernetes_job import KubernetesJob, read_run
+from tests.controller.keeper_scene import JOB, PATH, TEMPLATE, KeeperScene
 from tests.kubernetes.servers import bare_cluster
 
-PODS = path_of("pods", "default")
+PODS, SECRETS = path_of("pods", "default"), path_of("secrets", "default")
 
 
 @pytest.fixture
@@ -79,3 +82,130 @@ async def test_a_template_of_which_no_pod_can_be_made_is_told(
     await scene.until(lambda: scene.said("fallback"), "that no pod can be made of the fallback either")
     await scene.edit(fallback=None)
     await scene.until(scene.runs, "a pod")
+
+
+async def test_secrets_that_cannot_be_removed_are_not_followed_by_more(scene: KeeperScene) -> None:
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    await scene.stop_keeper()
+    for _, name in list(scene.pods.objects):
+        await scene.ask("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": 0})
+    await scene.until(lambda: not scene.runs(), "nothing runs")
+    scene.server.fail_next("DELETE", "/secrets/", 403, 3)
+    await scene.start_keeper()
+    await scene.until(scene.runs, "it runs again")
+    assert scene.count("DELETE", f"{SECRETS}/{(await scene.secrets())[0]}") == 0
+    assert len(await scene.secrets()) == 1
+    assert scene.count("POST", SECRETS, 201) == 2
+
+
+async def test_what_pods_need_to_start_is_made_again(scene: KeeperScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody deletes the run's Secret, the Service and the budget: replacements could never start."""
+    monkeypatch.setattr(keeper_module, "MEND_SECONDS", 0.2)
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    (secret,) = await scene.secrets()
+    paths = [
+        f"{SECRETS}/{secret}",
+        path_of("services", "default", JOB),
+        path_of("poddisruptionbudgets", "default", JOB),
+    ]
+    before = (await scene.ask("GET", paths[0]))[1]["data"]
+    for path in paths:
+        assert (await scene.ask("DELETE", path))[0] == 200
+    ((_, pod),) = scene.pods.objects
+    await scene.ask("POST", f"{PODS}/{pod}/binding", {"target": {"kind": "Node", "name": "node-0"}})
+    await scene.until(lambda: scene.count("POST", paths[2].rpartition("/")[0], 201) == 2, "the budget is there again")
+    answers = [await scene.ask("GET", path) for path in paths]
+    assert [status for status, _ in answers] == [200, 200, 200]
+    assert answers[0][1]["data"] == before
+
+
+async def test_a_service_of_a_job_that_was_deleted_is_made_again_when_it_has_gone(
+    scene: KeeperScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of the same name is made before the collector has come by."""
+    monkeypatch.setattr(keeper_module, "MEND_SECONDS", 0.1)
+    path = path_of("services", "default", JOB)
+    stale = render_service(Owner(namespace="default", name=JOB, uid="of-another"))
+    assert (await scene.ask("POST", path.rpartition("/")[0], stale))[0] == 201
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    assert (await scene.ask("DELETE", path))[0] == 200
+
+    async def there() -> bool:
+        return (await scene.ask("GET", path))[0] == 200
+
+    await scene.until(there, "it has a Service")
+
+
+async def test_a_pod_that_another_controllers_last_request_has_made_goes(scene: KeeperScene) -> None:
+    """Its run is over, so it would wait for its Secret for ever, on a host that others need. Somebody's own stays."""
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    ((_, name),) = scene.pods.objects
+    _, pod = await scene.ask("GET", f"{PODS}/{name}")
+    for late, run in (("late", "0f0f"), ("own", None)):
+        labels = {JOB_LABEL: JOB, **({} if run is None else {RUN_LABEL: run})}
+        body = {**pod, "metadata": {"name": late, "labels": labels}}
+        assert (await scene.ask("POST", PODS, body))[0] == 201
+    await scene.until(lambda: ("default", "late") not in scene.pods.objects and len(scene.runs()) == 2, "it has gone")
+    assert {key for _, key in scene.pods.objects} == {name, "own"}
+
+
+async def test_a_job_that_is_being_deleted_begins_nothing(scene: KeeperScene) -> None:
+    """Its pods are left, but not its Secret, and the controller is new: they are given back, and it goes."""
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    await scene.stop_keeper()
+    for name in await scene.secrets():
+        await scene.ask("DELETE", f"{SECRETS}/{name}")
+    assert (await scene.ask("DELETE", PATH))[0] == 200
+    await scene.start_keeper()
+    await scene.until(lambda: not scene.runs(), "its pods have gone")
+
+    async def gone() -> bool:
+        await scene.tell_if_there()
+        return (await scene.ask("GET", PATH))[0] == 404
+
+    await scene.until(gone, "it has gone")
+    assert scene.count("POST", SECRETS, 201) == 1
+    assert scene.count("POST", PODS, 201) == 1
+
+
+async def test_settings_and_spec_of_a_run_are_of_one_moment(
+    scene: KeeperScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit that comes between the look and the begin is in both of them."""
+    loop, listed = asyncio.get_running_loop(), scene.client.list
+
+    def edit_and_list(path: str, selector: str = "") -> Any:
+        if path == SECRETS:
+            _, found = scene.cluster.request("PATCH", PATH, {"spec": {"command": ["y"]}})
+            asyncio.run_coroutine_threadsafe(scene.tell(found), loop).result(10)
+        return listed(path, selector)
+
+    monkeypatch.setattr(scene.client, "list", edit_and_list)
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    (name,) = await scene.secrets()
+    run = read_run((await scene.ask("GET", f"{SECRETS}/{name}"))[1])
+    assert run is not None
+    assert tuple(run.spec["command"]) == run.settings.command == ("y",)
+
+
+async def test_an_edit_that_cannot_be_does_not_keep_the_next_controller_away(scene: KeeperScene) -> None:
+    """Also where the API server lets it pass, by an older definition."""
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    await scene.stop_keeper()
+    found = await scene.job()
+    await scene.start_keeper()
+    for nodes in (0, -1, "x", None):
+        await scene.tell({**found, "spec": {**found["spec"], "nodesMax": nodes}})
+        await scene.stop_keeper()
+        await scene.start_keeper()
+        await scene.tell({**found, "spec": {**found["spec"], "nodesMax": nodes}})
+        assert scene.keeper is not None
+        await scene.until(lambda: scene.keeper and scene.keeper._host, f"it is gone on with, {nodes!r}")
+    assert len(scene.runs()) == 1

@@ -51,14 +51,17 @@ def test_of_a_run_s_spec_only_the_most_nodes_change() -> None:
     ("wanted", "status", "taken"),
     [
         (True, {}, True),
-        (True, {"startedAt": "t", "state": "Suspended"}, False),
-        (True, {"startedAt": "t", "state": "Pending"}, False),
-        (True, {"startedAt": "t", "state": "Done"}, True),
-        (True, {"startedAt": "t", "state": "Cancelled"}, True),
-        (False, {"startedAt": "t", "state": "Done"}, False),
+        (True, {"startedAt": "t", "state": "Pending"}, True),  # a wrong image, say, that was mended
+        (True, {"startedAt": "t", "state": "Suspended"}, True),
+        (True, {"startedAt": "t", "startedStep": 0, "state": "Suspended"}, False),
+        (True, {"startedAt": "t", "startedStep": 0, "state": "Pending"}, False),
+        (True, {"startedAt": "t", "startedStep": 0, "state": "Done"}, True),
+        (True, {"startedAt": "t", "startedStep": 0, "state": "Cancelled"}, True),
+        (False, {"startedAt": "t", "startedStep": 0, "state": "Done"}, False),
+        (False, {}, False),
     ],
 )
-def test_taking_over_counts_for_the_first_run_and_after_an_end(
+def test_taking_over_counts_until_it_has_trained_and_after_an_end(
     wanted: bool, status: dict[str, Any], taken: bool
 ) -> None:
     spec: TrainingJobSpec = read_spec(spec_of(takeOver=wanted))

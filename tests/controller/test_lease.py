@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,42 @@ async def test_an_api_server_that_refuses_and_then_hangs_gets_no_second_ten_seco
         assert time.monotonic() - began < 1.5  # not 0.5 and another 1.0
     finally:
         done.set()
+
+
+async def test_what_was_stopped_for_a_while_writes_nothing_before_it_has_looked(
+    client: KubernetesClient, cluster: Cluster
+) -> None:
+    """Its clock goes on meanwhile, and another one may hold the lease and the jobs."""
+    clock = ShiftedClock()
+    lease = lease_of(client, "first", clock)
+    guarded = client.writing_while(lambda: lease.is_certain)
+    secrets = path_of("secrets", "default")
+    with pytest.raises(KubernetesError, match="another controller may hold the lease"):
+        guarded.create(secrets, {"metadata": {"name": "before"}})
+    await lease.acquire()
+    guarded.create(secrets, {"metadata": {"name": "with"}})
+    clock.shift_seconds = 20.0
+    writes: tuple[Callable[[], object], ...] = (
+        lambda: guarded.create(secrets, {"metadata": {"name": "after"}}),
+        lambda: guarded.patch(f"{secrets}/with", {"stringData": {"a": "b"}}),
+        lambda: guarded.delete(f"{secrets}/with"),
+    )
+    for write in writes:
+        with pytest.raises(KubernetesError, match="another controller may hold the lease"):
+            write()
+    assert [one["metadata"]["name"] for one in guarded.list(secrets)[0]] == ["with"]
+
+
+async def test_requests_that_wait_for_their_answers_do_not_cost_the_lease(client: KubernetesClient) -> None:
+    """All of the process' other threads are busy."""
+    end = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        busy = asyncio.get_running_loop().run_in_executor(threads, end.wait, 20)
+        asyncio.get_running_loop().set_default_executor(threads)
+        lease = lease_of(client, "first")
+        try:
+            await asyncio.wait_for(lease.acquire(), 10)
+        finally:
+            end.set()
+        await busy
+        assert lease.is_certain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -240,40 +240,53 @@ def test_paths(words: tuple[str, ...], path: str) -> None:
     assert path_of(*words) == path
 
 
-class Scripted:
-    """Stands for the client: an empty list, and watches that do as told."""
+class EmptyWatch:
+    """One that ends at once."""
 
-    def __init__(self, *ends: Exception | None) -> None:
-        self.ends = list(ends)
+    def __iter__(self) -> Iterator[tuple[str, Object]]:
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Scripted:
+    """Stands for the client: an empty list, and watches that fail as told, then end at once."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
         self.watches = 0
 
     def list(self, path: str, selector: str) -> tuple[list[Object], str]:
         return [], "1"
 
-    def watch(self, path: str, version: str, selector: str) -> list[tuple[str, Object]]:
+    def watch(self, path: str, version: str, selector: str) -> EmptyWatch:
         self.watches += 1
-        end = self.ends.pop(0) if self.ends else None
-        if end is not None:
-            raise end
-        return []
+        if self.failures:
+            raise self.failures.pop(0)
+        return EmptyWatch()
 
 
-async def looking(client: Scripted) -> Collection:
+def through(client: Scripted) -> Collection:
     """A collection that looks through it."""
-    found = Collection(cast("KubernetesClient", client), "pods", on_change=lambda found, gone: None, draw=lambda: 0.0)
-    found.start()
-    await asyncio.wait_for(found.listed(), WAIT_SECONDS)
-    return found
+    return Collection(cast("KubernetesClient", client), "pods", on_change=lambda found, gone: None, draw=lambda: 0.0)
 
 
-async def test_watches_that_end_at_once_come_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watches_that_end_at_once_come_ever_later() -> None:
     """A proxy that cuts them must not be asked thousands of times a second."""
     waits: list[float] = []
-    monkeypatch.setattr(
-        watching.threading.Event, "wait", lambda self, seconds: waits.append(seconds) or time.sleep(0.001)
-    )
-    found = await looking(Scripted())
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        time.sleep(0.001)
+        return False
+
+    found = through(Scripted())
+    found._stopped.wait = wait  # type: ignore[method-assign, assignment]
+    found.start()
+    end = time.monotonic() + WAIT_SECONDS
     while len(waits) < 9:
+        assert time.monotonic() < end
         await asyncio.sleep(0.001)
     found.stop()
     first = watching.PAUSE_SECONDS_FIRST / 2
@@ -285,7 +298,8 @@ async def test_a_fault_of_ours_does_not_end_the_looking(monkeypatch: pytest.Monk
     """A thread that has ended would say nothing, and the controller would be blind for good."""
     monkeypatch.setattr(watching, "PAUSE_SECONDS_FIRST", 0.001)
     client = Scripted(RuntimeError("of the SDK's"), ValueError("another"))
-    found = await looking(client)
+    found = through(client)
+    found.start()
     end = time.monotonic() + WAIT_SECONDS
     while client.watches < 4:
         assert time.monotonic() < end

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,15 @@ Object = dict[str, Any]
 class KubernetesClient:
     """Asks one API server, as one user. Threads may share it."""
 
-    def __init__(self, api: sdk.ApiClient, *, namespace: str) -> None:
+    def __init__(self, api: sdk.ApiClient, *, namespace: str, may_write: Callable[[], bool] = lambda: True) -> None:
         self._api = api
         self.namespace = namespace
         """Where this user works if nothing else is said."""
+        self._may_write = may_write
+
+    def writing_while(self, may_write: Callable[[], bool]) -> KubernetesClient:
+        """One that asks the same server, and refuses by itself to write anything while that is not so."""
+        return KubernetesClient(self._api, namespace=self.namespace, may_write=may_write)
 
     @property
     def server(self) -> str:
@@ -119,6 +124,8 @@ class KubernetesClient:
         body: Object | None = None,
         content_type: str = "application/json",
     ) -> Object:
+        if method != "GET" and not self._may_write():
+            raise KubernetesError(f"{method} {path} is not sent: another controller may hold the lease by now")
         answer = self._open(method, path, query or {}, body, content_type, seconds=ANSWER_SECONDS)
         try:
             text = answer.read(OBJECT_BYTES_MAX + 1)
