@@ -27,6 +27,8 @@ from orchestrator.schedulers.leftovers import start_ticks
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_MAX = 2.0
 CONNECT_SECONDS = 5.0
+AWAY_SECONDS = 30.0
+"""Without a supervisor for that long is worth a line."""
 NOT_WANTED = (401, 403, 409)
 
 
@@ -42,13 +44,17 @@ class SupervisorClient:
         *,
         on_supervisor: Callable[[], None],
         on_frame: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`say`: for people, that the supervisor is away for long, and that it is there again."""
         self._node = node
         self._channel = channel
         self._clock = clock
         self._connect = connect
         self._on_supervisor = on_supervisor
         self._on_frame = on_frame
+        self._say = say
+        self._told_away = False
         self._life = ""
         """Of the supervisor process that the channel's messages belong to."""
         self.connected = False
@@ -66,10 +72,17 @@ class SupervisorClient:
                 retry_seconds = RETRY_SECONDS_FIRST
             except FencedError as error:
                 return str(error)
-            except (OSError, TimeoutError):
-                pass  # the supervisor is away: training goes on, and we try again
+            except (OSError, TimeoutError) as error:  # the supervisor is away: training goes on, and we try again
+                self._tell_of(error)
             await asyncio.sleep(retry_seconds)
             retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
+
+    def _tell_of(self, error: Exception) -> None:
+        """Once, when it has been away for long: where nobody joins, this line is all that a person sees."""
+        away_seconds = self._clock.monotonic() - self.connected_seconds
+        if away_seconds > AWAY_SECONDS and not self._told_away:
+            self._told_away = True
+            self._say(f"no supervisor for {away_seconds:.0f} s ({str(error) or type(error).__name__}); trying on")
 
     async def _serve(self, socket: FrameSocket) -> str | None:
         try:
@@ -96,6 +109,9 @@ class SupervisorClient:
 
     async def _exchange(self, socket: FrameSocket) -> None:
         """Until the connection breaks."""
+        if self._told_away:
+            self._told_away = False
+            self._say("there is a supervisor again")
         self.connected, self.connected_seconds = True, self._clock.monotonic()
         sender = asyncio.create_task(send_frames(self._channel, socket))
         try:

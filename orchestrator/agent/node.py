@@ -105,6 +105,7 @@ class Agent:
             ports.connect,
             on_supervisor=self._introduce,
             on_frame=self._on_frame,
+            say=lambda text: _say(settings.node, text),
         )
         self._actions = StoreActions(settings, ports.store, ports.clock)
         self._uploads = Uploads(ports.store, ports.clock, settings.workers, self._hurried, ports.sleep)
@@ -604,6 +605,11 @@ class Agent:
         """Where else a shard of the base may be in memory."""
         url = None if self._gang is None else self._gang.holder_url(rank)
         return None if url == self._objects_url else url
+
+
+def _say(node: str, text: str) -> None:
+    sys.stderr.write(f"agent {node}: {text}\n")
+    sys.stderr.flush()
 
 
 async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:

@@ -43,6 +43,7 @@ from orchestrator.controller.reconcile import (
     state_after,
 )
 from orchestrator.core.messages import Finish
+from orchestrator.core.states import Phase
 from orchestrator.errors import ConfigError, KubernetesError, OrchestratorError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
 from orchestrator.schedulers.kubernetes.pods import QUEUE_LABELS, Owner, Pod, PodPlan, read_pod
@@ -458,6 +459,8 @@ class JobKeeper:
             status = resting_status(before, decision, edited=edited, now_wall=now)
         else:
             host = self._host
+            if host.job.supervisor.job.phase is Phase.RUNNING:
+                self._crashes = 0
             running = Running(
                 supervisor=host.job.supervisor.status(),
                 run=host.run.name,
