@@ -116,7 +116,7 @@ class JobPort:
     async def answer(self, request: web.Request, tail: str) -> web.StreamResponse:
         """One request, with this job's token."""
         given = request.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+        if not self.token or not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             raise web.HTTPUnauthorized(text="the token is missing or wrong", headers={hdrs.WWW_AUTHENTICATE: "Bearer"})
         handler = self._handlers.get((request.method, f"/{tail}"))
         if handler is None:

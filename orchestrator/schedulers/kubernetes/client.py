@@ -27,7 +27,7 @@ ANSWER_SECONDS = 20.0
 WATCH_SECONDS = 60
 """After that long the server ends a watch, and it is asked anew: one that is silently cut is noticed."""
 WATCH_SLACK_SECONDS = 15.0
-CONNECTIONS_MAX = 32
+CONNECTIONS_MAX = 64
 LISTED_AT_ONCE = 500
 OBJECT_BYTES_MAX = 64 << 20
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
