@@ -11,6 +11,7 @@ The supervisor's controller feeds `observe` from its watch of pods; nothing is a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import string
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -31,6 +32,9 @@ GONE_SECONDS = 5.0
 """For pods that were deleted in the end to be gone; one whose host does not answer is not waited for any longer."""
 OVERDUE_SECONDS = 10.0
 """A pod that is still there so long after its grace has a host that does not answer."""
+LAST_SECONDS = 10.0
+"""For the API server to take the last deletions."""
+DELETE_AGAIN_SECONDS_FIRST = 0.5
 REFUSED_SECONDS_FIRST = 1.0
 REFUSED_SECONDS_MAX = 60.0
 """Between two attempts to create a pod that was refused."""
@@ -137,7 +141,9 @@ class KubernetesAllocation:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self.abandoned:
-            await asyncio.gather(*(self._delete(node.pod) for node in list(self._nodes.values())))
+            with contextlib.suppress(TimeoutError):  # whoever looks after the job deletes what is left of it
+                async with asyncio.timeout(LAST_SECONDS):
+                    await asyncio.gather(*(self._delete(node.pod) for node in list(self._nodes.values())))
             await self._until_gone(GONE_SECONDS)
 
     async def _until_gone(self, seconds: float) -> None:
@@ -193,9 +199,12 @@ class KubernetesAllocation:
 
     async def _create_wanted(self) -> None:
         pause = REFUSED_SECONDS_FIRST
+        names: list[str] = []
         while self._wanted > 0:
             await asyncio.sleep(pause_seconds(self._quick_ends))
-            made = await asyncio.gather(*(self._create() for _ in range(self._wanted)))
+            names += [pod_name(self._plan.owner.name) for _ in range(self._wanted - len(names))]
+            made = await asyncio.gather(*(self._create(name) for name in names))
+            names = [name for name, is_made in zip(names, made, strict=True) if not is_made]
             self._wanted -= sum(made)
             if all(made):
                 self.refusal = None
@@ -205,9 +214,10 @@ class KubernetesAllocation:
             await asyncio.sleep(max(pause, min(asked or 0.0, REFUSED_SECONDS_MAX)))
             pause = min(2 * pause, REFUSED_SECONDS_MAX)
 
-    async def _create(self, *, falls_back: bool = False) -> bool:
-        """Whether a pod was made. One of which that is not known has a name of its own: it is seen, if it is there."""
-        name = pod_name(self._plan.owner.name)
+    async def _create(self, name: str, *, falls_back: bool = False) -> bool:
+        """Whether it was made. If not, it is tried again by that name: an answer that was lost makes no second pod."""
+        if name in self._nodes or name in self._ended:
+            return True
         pod = render_pod(
             self._plan,
             name,
@@ -218,8 +228,10 @@ class KubernetesAllocation:
         try:
             made = await asyncio.to_thread(self._client.create, path_of("pods", self._plan.owner.namespace), pod)
         except KubernetesError as error:
+            if error.status == 409 and error.reason == "AlreadyExists":  # by an earlier try; the watch tells of it
+                return True
             self.refusal = error
-            return name in self._nodes  # the answer was lost, and the watch was quicker
+            return name in self._nodes
         if name not in self._nodes and name not in self._ended:
             self._nodes[name] = _Node(pod=read_pod(made), falls_back=falls_back)
         elif falls_back and name in self._nodes:
@@ -248,13 +260,16 @@ class KubernetesAllocation:
         await self._try_delete(pod.name, 1)
 
     async def _try_delete(self, name: str, grace_seconds: int | None) -> None:
+        """Until the API server has taken it: a pod that nobody deletes may wait for a place, or hold one, for ever."""
         path = path_of("pods", self._plan.owner.namespace, name)
-        for pause in (0.5, 2.0, 8.0, 0.0):
+        pause = DELETE_AGAIN_SECONDS_FIRST
+        while True:
             try:
                 await asyncio.to_thread(self._client.delete, path, grace_seconds=grace_seconds)
                 return
-            except KubernetesError:  # it stays, and is looked at again: its TrainingJob's end takes it along at last
+            except KubernetesError:
                 await asyncio.sleep(pause)
+                pause = min(2 * pause, REFUSED_SECONDS_MAX)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -287,8 +302,8 @@ class KubernetesAllocation:
         self._spawn(self._create_fallback())
 
     async def _create_fallback(self) -> None:
-        pause = REFUSED_SECONDS_FIRST
-        while not await self._create(falls_back=True):
+        pause, name = REFUSED_SECONDS_FIRST, pod_name(self._plan.owner.name)
+        while not await self._create(name, falls_back=True):
             await asyncio.sleep(pause)
             pause = min(2 * pause, REFUSED_SECONDS_MAX)
 
