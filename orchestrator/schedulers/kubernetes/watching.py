@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,11 @@ _GROUPS = {
 }
 PAUSE_SECONDS_FIRST = 0.5
 PAUSE_SECONDS_MAX = 30.0
+"""After so long a pause everything is listed anew: the server may not know the version any more and not say so."""
+GONE = 410
+"""The server has forgotten the version that was asked for."""
+QUICK_SECONDS = 1.0
+"""A watch that ends sooner is not asked for again at once."""
 Key = tuple[str, str]
 """(namespace, name)."""
 
@@ -104,19 +110,24 @@ class Collection:
         pause = PAUSE_SECONDS_FIRST
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             while not self._stopped.is_set():
+                asked, began = 0.0, time.monotonic()
                 try:
                     if not self._version:
                         found, self._version = self._client.list(self.path, self._selector)
                         loop.call_soon_threadsafe(self._on_listed, found)
                     self._follow(loop)
-                    pause = PAUSE_SECONDS_FIRST
-                except KubernetesError as error:
-                    if error.status == 410:
-                        self._version = ""
+                    if time.monotonic() - began >= QUICK_SECONDS:
+                        pause = PAUSE_SECONDS_FIRST
+                        continue
+                except Exception as error:  # whatever the server sends: who looks no more would never know what changes
+                    if not isinstance(error, KubernetesError):
+                        error = KubernetesError(f"{self.path} is not understood: {error!r}", status=GONE)
                     loop.call_soon_threadsafe(self._say, str(error))
                     asked = min(error.retry_after_seconds or 0.0, PAUSE_SECONDS_MAX)
-                    self._stopped.wait(max(asked, pause * (0.5 + 0.5 * self._draw())))
-                    pause = min(2 * pause, PAUSE_SECONDS_MAX)
+                    if error.status == GONE or pause >= PAUSE_SECONDS_MAX:
+                        self._version = ""
+                self._stopped.wait(max(asked, pause * (0.5 + 0.5 * self._draw())))
+                pause = min(2 * pause, PAUSE_SECONDS_MAX)
 
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """One watch to its end. The next one goes on from the last change that came."""
