@@ -25,6 +25,7 @@ Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Kubernetes: the namespace of the TrainingJob.")
 ]
 POLL_SECONDS = 0.5
+REPLACE_TRIES = 5
 TEMPLATE_BYTES_MAX = 1 << 20
 LOCAL_ONLY = ("sbatch", "srun", "replacement_seconds", "staging")
 """Settings that mean nothing to pods."""
@@ -69,11 +70,23 @@ def run(settings: JobConfig, *, take_over: bool, dry_run: bool, as_json: bool, t
 
 def _edit(client: KubernetesClient, path: str, known: Object, spec: Object) -> None:
     """Have it say `spec`. One that has failed is started again by that, also where the words are the same as before."""
-    found = _ask(lambda: client.replace(path, {**known, "spec": spec}), client)
+    found = _ask(lambda: _replace_spec(client, path, known, spec), client)
     failed = (known.get("status") or {}).get("state") == "Failed"
     if failed and found["metadata"].get("generation") == known["metadata"].get("generation"):
         _ask(lambda: client.patch(path, {"spec": {"suspend": True}}), client)
         _ask(lambda: client.patch(path, {"spec": {"suspend": False}}), client)
+
+
+def _replace_spec(client: KubernetesClient, path: str, known: Object, spec: Object) -> Object:
+    """The controller may just have written its status: then what is there by now is edited."""
+    for _ in range(REPLACE_TRIES):
+        try:
+            return client.replace(path, {**known, "spec": spec})
+        except KubernetesError as error:
+            if error.status != 409:
+                raise
+            known = client.get(path)
+    return client.replace(path, {**known, "spec": spec})
 
 
 def _job_url(settings: JobConfig) -> str:

@@ -280,7 +280,7 @@ class JobKeeper:
         else:
             reason = f"{reason}; the run {run.name} is gone on with"
         await self._make_surroundings(run)
-        self._host = self._host_run(run, pods)
+        self._host = self._host_run(run, self._pods())  # as they are by now: what has ended meanwhile, nobody tells
         self._posted.post("Normal", "Started", reason)
 
     def _new_run(self, spec: TrainingJobSpec) -> Run:

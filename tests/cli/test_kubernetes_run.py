@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from orchestrator.cli import kubernetes
+from orchestrator.errors import KubernetesError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient
 
 
@@ -16,8 +17,18 @@ class Written:
     def __init__(self, spec: dict[str, Any], state: str) -> None:
         self.object: dict[str, Any] = {"metadata": {"generation": 1}, "spec": spec, "status": {"state": state}}
         self.edits: list[dict[str, Any]] = []
+        self.conflicts = 0
+        """How often somebody else is quicker."""
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self.object
 
     def replace(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self.conflicts:
+            self.conflicts -= 1
+            self.object = {**self.object, "status": {**self.object["status"], "step": self.conflicts}}
+        if body["status"] != self.object["status"]:
+            raise KubernetesError("it has been modified", status=409, reason="Conflict")
         return self._take(body["spec"])
 
     def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -69,3 +80,13 @@ def test_who_waits_for_the_end_is_not_told_of_an_earlier_one(monkeypatch: pytest
     job = kubernetes.ClusterJob(cast("KubernetesClient", server), "default", "small")
     job.request("cancel")
     assert job.wait_until_ended(10) == "Cancelled"
+
+
+def test_a_status_that_is_written_meanwhile_does_not_refuse_the_edit() -> None:
+    server = Written({"nodesMax": 2}, "Running")
+    server.conflicts = 2
+    kubernetes._edit(cast("KubernetesClient", server), "/path", server.object, {"nodesMax": 3})
+    assert server.object["spec"] == {"nodesMax": 3}
+    server.conflicts = 99
+    with pytest.raises(KubernetesError):
+        kubernetes._edit(cast("KubernetesClient", server), "/path", server.object, {"nodesMax": 4})

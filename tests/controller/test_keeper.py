@@ -209,3 +209,25 @@ async def test_an_edit_that_cannot_be_does_not_keep_the_next_controller_away(sce
         assert scene.keeper is not None
         await scene.until(lambda: scene.keeper and scene.keeper._host, f"it is gone on with, {nodes!r}")
     assert len(scene.runs()) == 1
+
+
+async def test_a_pod_that_goes_while_its_run_is_taken_over_is_not_waited_for(
+    scene: KeeperScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for a place, so the next controller would take it for the node that it wants."""
+    await scene.begin()
+    await scene.until(scene.runs, "a pod")
+    await scene.stop_keeper()
+    ((_, first),) = scene.pods.objects
+    find, left = scene.client.find, [first]
+
+    def remove_and_find(path: str) -> Any:
+        while left:
+            scene.cluster.request("DELETE", f"{PODS}/{left.pop()}", {"gracePeriodSeconds": 0})
+            scene.cluster.until(lambda: not scene.pods.objects, "the pod is seen to be gone")
+        return find(path)
+
+    monkeypatch.setattr(scene.client, "find", remove_and_find)
+    await scene.start_keeper()
+    await scene.until(lambda: ("default", first) not in scene.pods.objects, "it is gone")
+    await scene.until(scene.runs, "another pod")

@@ -77,6 +77,7 @@ class ApiServer:
         self.port = 0
         self._seen: list[Seen] = []
         self._faults: list[_Fault] = []
+        self._lost: list[_Fault] = []
         self._watches: dict[asyncio.Event, web.Request] = {}
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
@@ -118,6 +119,10 @@ class ApiServer:
     ) -> None:
         """Answer the next `count` such requests with that status; 0 breaks the connection instead of an answer."""
         self._faults.append(_Fault(method, re.compile(path_regex), status, count, retry_after))
+
+    def lose_answers(self, method: str, path_regex: str, count: int = 1) -> None:
+        """Do what the next `count` such requests ask, and break the connection instead of an answer."""
+        self._lost.append(_Fault(method, re.compile(path_regex), 0, count, None))
 
     def break_watches(self) -> None:
         """Break the connections of all watches."""
@@ -172,6 +177,8 @@ class ApiServer:
             if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
                 raise ApiError(401, "Unauthorized", "Unauthorized")
             response = await self._answer(request)
+            if not agent.startswith(SIMULATED) and request.transport is not None:
+                self._lose(request, request.transport)
         except ApiError as error:
             headers = {} if error.retry_after_seconds is None else {"Retry-After": str(error.retry_after_seconds)}
             response = web.json_response(error.status(), status=error.code, headers=headers)
@@ -196,6 +203,12 @@ class ApiServer:
                 raise ApiError(
                     fault.status or 500, words, "a test asked for this", retry_after_seconds=fault.retry_after
                 )
+
+    def _lose(self, request: web.Request, connection: asyncio.Transport) -> None:
+        for fault in self._lost:
+            if fault.left > 0 and fault.method == request.method and fault.path.search(request.path_qs):
+                fault.left -= 1
+                connection.abort()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.path in ("/healthz", "/readyz", "/livez"):

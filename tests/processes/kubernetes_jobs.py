@@ -286,11 +286,11 @@ def prepared(cluster: Cluster) -> None:
 async def _is_ready(port: int) -> bool:
     try:
         async with (
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1)) as session,
             session.get(f"https://127.0.0.1:{port}/readyz", ssl=False) as answer,
         ):
             return answer.status == 200
-    except OSError:
+    except (OSError, TimeoutError):  # as a probe that fails
         return False
 
 

@@ -269,6 +269,28 @@ def test_a_controller_that_is_killed_is_followed_by_the_next(
 
 
 @pytest.mark.extended
+def test_a_controller_that_was_stopped_and_goes_on_disturbs_nothing(start: Start) -> None:
+    """It hosts the job as well, and believes for a moment that it leads: it writes nothing, and ends."""
+    jobs = start(2, controller=False)
+    with jobs.service():
+        leader = jobs.start_controller(port=free_ports(1)[0])
+        jobs.create_idle(nodesMin=2)
+        jobs.until(lambda: len(jobs.idle_ranks()) == 2, "two ranks")
+        pods = set(jobs.pods())
+        leader.send_signal(signal.SIGSTOP)
+        jobs.start_controller(port=free_ports(1)[0])
+        jobs.until_event("taken back")
+        leader.send_signal(signal.SIGCONT)
+        jobs.until(lambda: leader.poll() is not None, "the first one has ended")
+        jobs.end_idle()
+        jobs.until_state("Done")
+    assert set(jobs.idle_ranks()) == pods
+    assert not jobs.events("node lost")
+    assert len(jobs.events("generation opened")) == 1
+    assert "lease" in jobs.output()
+
+
+@pytest.mark.extended
 @only_the_double
 def test_an_api_server_that_is_away_disturbs_no_training(start: Start, reference: dict[str, str]) -> None:
     """Away for ten seconds, then overloaded, forgetful, and cutting watches; a controller that gave up is restarted."""

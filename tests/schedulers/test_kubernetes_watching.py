@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from orchestrator.schedulers.kubernetes import watching
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object, connect
+from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object, Watch, connect
 from orchestrator.schedulers.kubernetes.watching import Collection, key_of, path_of
 from tests.kubernetes.api_server import ApiServer
 from tests.kubernetes.cluster import Cluster
@@ -192,6 +192,64 @@ async def test_a_server_that_refuses_is_told_and_asked_again(scene: Scene, statu
     assert scene.values() == {"a": ONE, "b": ONE}
     assert len(scene.told) == 2
     assert scene.lists() == 1
+
+
+async def test_a_watch_that_is_ended_at_once_is_not_asked_for_without_a_pause(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy does that allows no long answers: it would be asked some hundred times a second."""
+    monkeypatch.setattr(watching, "PAUSE_SECONDS_FIRST", 0.2)
+
+    class Ended:
+        def __iter__(self) -> Iterator[tuple[str, Object]]:
+            return iter(())
+
+        def close(self) -> None:
+            return
+
+    def ended(_: object, path: str, version: str, selector: str = "") -> Ended:
+        asked.append(path)
+        return Ended()
+
+    asked: list[str] = []
+    monkeypatch.setattr(KubernetesClient, "watch", ended)
+    scene.server.break_watches()
+    await scene.until(lambda: len(asked) >= 2, "it is asked for again")
+    began, before = time.monotonic(), len(asked)
+    await scene.until(lambda: len(asked) >= before + 2, "and again")
+    assert time.monotonic() - began > 0.1
+
+
+@pytest.mark.parametrize("odd", [ValueError("no header"), KeyError("metadata"), RecursionError()])
+async def test_what_nobody_has_thought_of_does_not_end_the_look(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, odd: Exception
+) -> None:
+    watch = KubernetesClient.watch
+    left = [odd]
+
+    def once(client: KubernetesClient, path: str, version: str, selector: str = "") -> Watch:
+        if left:
+            raise left.pop()
+        return watch(client, path, version, selector)
+
+    monkeypatch.setattr(KubernetesClient, "watch", once)
+    scene.server.break_watches()
+    await scene.until(lambda: not left, "it has come")
+    scene.put("c", "1")
+    await scene.until_values(a=ONE, b=ONE, c=ONE)
+
+
+async def test_a_version_that_the_server_never_comes_to_is_given_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was restored from a backup: 504, Too large resource version, for ever."""
+    monkeypatch.setattr(watching, "PAUSE_SECONDS_MAX", 0.08)
+    scene.server.fail_next("GET", "watch=1", 504, 5)
+    lists = scene.lists()
+    scene.server.break_watches()
+    await scene.until(lambda: scene.lists() > lists, "it lists")
+    scene.put("c", "1")
+    await scene.until_values(a=ONE, b=ONE, c=ONE)
 
 
 async def test_after_its_end_nothing_is_told(scene: Scene) -> None:

@@ -34,6 +34,9 @@ LAST_GRACE_SECONDS = 1
 """For an agent that was told to end, and has not."""
 OVERDUE_SECONDS = 10.0
 """A pod that is still there so long after its grace has a host that does not answer."""
+LAST_SECONDS = 10.0
+"""For the API server to take the last deletions."""
+DELETE_AGAIN_SECONDS_FIRST = 0.5
 REFUSED_SECONDS_FIRST = 1.0
 REFUSED_SECONDS_MAX = 60.0
 """Between two attempts to create a pod that was refused."""
@@ -51,6 +54,14 @@ class _Node:
     released: bool = False
     deleting_since_seconds: float | None = None
     """When its deletion was first seen, on our own monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A pod to be made. It has its name from the beginning."""
+
+    name: str
+    falls_back: bool
 
 
 class KubernetesAllocation:
@@ -78,7 +89,7 @@ class KubernetesAllocation:
         """Pods of this run that an earlier supervisor asked for and that have not started yet."""
         self._ended: dict[str, None] = {}
         self._quick_ends = 0
-        self._wishes: list[bool] = []
+        self._wishes: list[_Wish] = []
         self._creating: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_lost: OnLost = lambda node, reason: None
@@ -106,11 +117,10 @@ class KubernetesAllocation:
     def request(self, count: int) -> None:
         """That many pods more, at once."""
         taken, self._spares = self._spares[:count], self._spares[count:]
-        self._wish([False] * (count - len(taken)))
+        self._wish(count - len(taken), falls_back=False)
 
-    def _wish(self, terms: list[bool]) -> None:
-        """For a pod each; True: on the terms of `fallback`."""
-        self._wishes += terms
+    def _wish(self, count: int, *, falls_back: bool) -> None:
+        self._wishes += [_Wish(pod_name(self._plan.owner.name), falls_back) for _ in range(count)]
         if self._wishes and (self._creating is None or self._creating.done()):
             self._creating = self._spawn(self._create_wanted())
 
@@ -142,10 +152,10 @@ class KubernetesAllocation:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self.abandoned:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GONE_SECONDS):
+            with contextlib.suppress(TimeoutError):  # whoever looks after the job deletes what is left of it
+                async with asyncio.timeout(LAST_SECONDS):
                     await asyncio.gather(*(self._delete(name, LAST_GRACE_SECONDS) for name in list(self._nodes)))
-                    await self._until_gone(GONE_SECONDS)
+            await self._until_gone(GONE_SECONDS)
 
     async def _until_gone(self, seconds: float) -> None:
         until = self._clock.monotonic() + seconds
@@ -205,8 +215,8 @@ class KubernetesAllocation:
         while self._wishes:
             await asyncio.sleep(pause_seconds(self._quick_ends))
             wishes, self._wishes = self._wishes, []
-            made = await asyncio.gather(*(self._create(falls_back=one) for one in wishes))
-            self._wishes += [one for one, there in zip(wishes, made, strict=True) if not there]
+            made = await asyncio.gather(*(self._create(wish) for wish in wishes))
+            self._wishes += [wish for wish, is_made in zip(wishes, made, strict=True) if not is_made]
             if all(made):
                 self.refusal = None
                 pause = REFUSED_SECONDS_FIRST
@@ -215,21 +225,25 @@ class KubernetesAllocation:
             await asyncio.sleep(max(pause, min(asked or 0.0, REFUSED_SECONDS_MAX)))
             pause = min(2 * pause, REFUSED_SECONDS_MAX)
 
-    async def _create(self, *, falls_back: bool) -> bool:
-        """Whether a pod was made. One of which that is not known has a name of its own: it is seen, if it is there."""
-        name = pod_name(self._plan.owner.name)
+    async def _create(self, wish: _Wish) -> bool:
+        """Whether it was made. If not, it is tried again by that name: an answer that was lost makes no second pod."""
+        name = wish.name
+        if name in self._nodes or name in self._ended:
+            return True
         pod = render_pod(
             self._plan,
             name,
             grace_seconds=self._grace_seconds(),
             staging_bytes=self._staging_bytes(),
-            falls_back=falls_back,
+            falls_back=wish.falls_back,
         )
         try:
             made = await asyncio.to_thread(self._client.create, path_of("pods", self._plan.owner.namespace), pod)
         except KubernetesError as error:
+            if error.status == 409 and error.reason == "AlreadyExists":  # by an earlier try; the watch tells of it
+                return True
             self.refusal = error
-            return name in self._nodes  # the answer was lost, and the watch was quicker
+            return name in self._nodes
         if name not in self._nodes and name not in self._ended:
             self._nodes[name] = _Node(pod=read_pod(made))
         return True
@@ -253,8 +267,8 @@ class KubernetesAllocation:
         await self._delete(name, 0)
 
     async def _delete(self, name: str, grace_seconds: int | None) -> None:
-        """Tried for as long as this allocation lasts. What is left then goes with its TrainingJob, or its next run."""
-        path, pause = path_of("pods", self._plan.owner.namespace, name), REFUSED_SECONDS_FIRST
+        """Until the API server has taken it: a pod that nobody deletes may wait for a place, or hold one, for ever."""
+        path, pause = path_of("pods", self._plan.owner.namespace, name), DELETE_AGAIN_SECONDS_FIRST
         while True:
             try:
                 await asyncio.to_thread(self._client.delete, path, grace_seconds=grace_seconds)
@@ -290,7 +304,7 @@ class KubernetesAllocation:
         """By a pod on other terms. For the job it is the same wish, so nothing is lost by it."""
         node.released = True
         self._spawn(self._delete(name, 0))
-        self._wish([True])
+        self._wish(1, falls_back=True)
 
     def _spawn_unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         if self._stopping:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import urllib3
 from kubernetes import client as sdk
@@ -167,7 +168,7 @@ class KubernetesClient:
             )
         except ApiException as error:
             raise self._refused(method, path, error) from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:  # ValueError: a token that is none
             raise KubernetesError(f"{self.server} does not answer {method} {path} ({type(error).__name__})") from error
         except ConfigException as error:  # a credential plugin, when a token is to be renewed
             raise KubernetesError(f"no credentials for {self.server}: {error}") from error
@@ -246,9 +247,13 @@ def connect(context: str | None = None) -> KubernetesClient:
             where = os.environ.get("KUBECONFIG")  # the official client has read it when it was imported
             sdk_config.load_kube_config(config_file=where, context=context, client_configuration=settings)
             namespace = _namespace_of(where, context)
-    except (ConfigException, OSError, KeyError, TypeError, ValueError) as error:
+        if urlsplit(settings.host).scheme not in ("http", "https"):
+            raise ConfigException(f"the server's address is {settings.host!r}, which is no URL")
+    except Exception as error:  # a file may say anything; the official client looks at little of it
+        said = " ".join(str(error).split())
+        what = said if isinstance(error, ConfigException | OSError) else f"it is not understood ({said})"
         raise ConfigError(
-            f"no Kubernetes cluster is configured here: {' '.join(str(error).split())}; "
+            f"no Kubernetes cluster is configured here: {what}; "
             "KUBECONFIG, or ~/.kube/config, says which one is meant (`kubectl config get-contexts`)"
         ) from error
     return KubernetesClient(sdk.ApiClient(settings), namespace=namespace or "default")

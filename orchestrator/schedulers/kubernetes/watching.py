@@ -30,9 +30,12 @@ _GROUPS = {
 }
 PAUSE_SECONDS_FIRST = 0.5
 PAUSE_SECONDS_MAX = 30.0
-"""Between two requests where the first one failed, or ended soon."""
+"""Between two requests where the first one failed, or ended soon. After so long a one everything is listed anew: the
+server may not know the version any more and not say so."""
+GONE = 410
+"""The server has forgotten the version that was asked for."""
 STEADY_SECONDS = 5.0
-"""A watch that has lasted so long was a good one: it is opened again at once, or nearly so."""
+"""A watch that has lasted so long was a good one: the next pause is the shortest again."""
 Key = tuple[str, str]
 """(namespace, name)."""
 
@@ -117,13 +120,15 @@ class Collection:
                     found, self._version = self._client.list(self.path, self._selector)
                     tell(self._on_listed, found)
                 self._follow(tell)
-            except KubernetesError as error:
-                if error.status == 410:
-                    self._version = ""
+            except (
+                Exception
+            ) as error:  # whatever it is: a thread that has ended would be blind for good, and not say so
+                if not isinstance(error, KubernetesError):
+                    error = KubernetesError(f"{self.path} is not understood: {error!r}", status=GONE)
                 tell(self._say, str(error))
                 asked = min(error.retry_after_seconds or 0.0, PAUSE_SECONDS_MAX)
-            except Exception as error:  # of ours, or of the SDK's: a thread that has ended would be blind for good
-                tell(self._say, f"{self.path} could not be watched, which is a bug: {error!r}")
+                if error.status == GONE or pause >= PAUSE_SECONDS_MAX:
+                    self._version = ""
             if time.monotonic() - began > STEADY_SECONDS:
                 pause = PAUSE_SECONDS_FIRST
             self._stopped.wait(max(asked, pause * (0.5 + 0.5 * self._draw())))
