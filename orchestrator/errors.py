@@ -211,7 +211,7 @@ class KubernetesError(SchedulerError):
     @property
     def is_not_found(self) -> bool:
         """There is no such object (a path that the server does not know is another thing)."""
-        return self.status == 404 and self.reason in ("NotFound", "")
+        return self.status == 404 and self.reason == "NotFound"
 
     @property
     def is_permanent(self) -> bool:

@@ -43,7 +43,7 @@ def run(settings: JobConfig, *, take_over: bool, dry_run: bool, as_json: bool, t
     from orchestrator.supervisor.state_folder import StateFolder
 
     if dry_run:
-        _print(render(settings, settings.namespace or "default", take_over=take_over), as_json=as_json)
+        _print(render(settings, settings.namespace or _own_namespace(), take_over=take_over), as_json=as_json)
         talk.say("nothing was created")
         return 0
     client = connect()
@@ -57,6 +57,8 @@ def run(settings: JobConfig, *, take_over: bool, dry_run: bool, as_json: bool, t
         _edit(client, path, known, body["spec"])
         if (known.get("status") or {}).get("state") == "Done" and not take_over:
             talk.say("it is done: --take-over trains on from its last checkpoint")
+        if (known.get("status") or {}).get("state") == "Cancelled" and not take_over:
+            talk.say("it was cancelled: only --take-over starts it again")
     state = StateFolder(settings.job, _job_url(settings))
     state.make()
     state.note_cluster_job(namespace)
@@ -89,6 +91,16 @@ def _replace_spec(client: KubernetesClient, path: str, known: Object, spec: Obje
     return client.replace(path, {**known, "spec": spec})
 
 
+def _own_namespace() -> str:
+    """The context's, where there is one: nothing is asked."""
+    from orchestrator.schedulers.kubernetes.client import connect
+
+    try:
+        return connect().namespace
+    except ConfigError:
+        return "default"
+
+
 def _job_url(settings: JobConfig) -> str:
     from orchestrator.storage.opening import job_url
 
@@ -101,7 +113,8 @@ def render(settings: JobConfig, namespace: str, *, take_over: bool) -> Object:
     from orchestrator.controller.crd import NAME_PATTERN, NAME_PROBLEM, read_spec, spelt
 
     given = settings.model_fields_set
-    wrong = [f"{name}: means nothing to pods" for name in LOCAL_ONLY if name in given]
+    usual = {name: type(settings).model_fields[name].default for name in LOCAL_ONLY}
+    wrong = [f"{name}: means nothing to pods" for name in LOCAL_ONLY if getattr(settings, name) != usual[name]]
     if wrong:
         raise ConfigError(*wrong)
     if not settings.template:
@@ -131,11 +144,18 @@ def read_template(path: Path) -> Object:
             text = file.read(TEMPLATE_BYTES_MAX + 1)
         if len(text) > TEMPLATE_BYTES_MAX:
             raise ConfigError(f"template: {path} is larger than {TEMPLATE_BYTES_MAX >> 20} MiB")
-        found = yaml.safe_load(text)
+        documents = [one for one in yaml.safe_load_all(text) if one is not None]
     except OSError as error:
         raise ConfigError(f"template: {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"template: {path} is no YAML: {' '.join(str(error).split())}") from error
+    if len(documents) != 1:
+        raise ConfigError(
+            f"template: {path} holds {len(documents)} documents; one is wanted, a Pod or the template of one"
+        )
+    found = documents[0]
+    if isinstance(found, dict) and found.get("kind", "Pod") not in ("Pod", "PodTemplate", "PodTemplateSpec"):
+        raise ConfigError(f"template: {path} is a {found['kind']}; a Pod, or the template of one, is wanted")
     if not isinstance(found, dict) or not isinstance(found.get("spec"), dict):
         raise ConfigError(f"template: {path} is no pod template: it needs `spec` with `containers`")
     return {name: found[name] for name in ("metadata", "spec") if name in found}
@@ -216,8 +236,11 @@ class ClusterJob:
             if state in ENDED and seen >= self._asked_generation:
                 return state
             if time.monotonic() > until:
+                how = (
+                    "it goes on ending" if seen >= self._asked_generation else "no controller has seen the request yet"
+                )
                 raise SupervisorError(
-                    f"the job {self.job!r} is still {state} after {timeout_seconds:g} s; it goes on ending, "
+                    f"the job {self.job!r} is still {state} after {timeout_seconds:g} s; {how}, "
                     f"`orchestrator status {self.job} -n {self.namespace}` shows how far it is"
                 )
             time.sleep(POLL_SECONDS)
@@ -269,10 +292,12 @@ def describe(one: Object) -> Any:
     until = f" of {status['until']} ({status.get('progress')})" if status.get("until") else ""
     committed = f", committed at {status['committedAt']}" if status.get("committedAt") else ""
     newest = status.get("newestCheckpoint")
+    unseen = "state" in status and int(metadata.get("generation") or 0) > int(status.get("observedGeneration") or 0)
     rows = [
         ("job", f"{metadata.get('namespace')}/{metadata['name']}"),
         ("state", status.get("state", "not seen by a controller yet")),
         ("reason", status.get("reason")),
+        *((("an edit", "was not seen by a controller yet: is one running?"),) if unseen else ()),
         ("generation", status.get("generation")),
         ("world size", status.get("worldSize")),
         ("nodes", f"{status.get('nodes', 0)} of {spec.get('nodesMin', 1)} to {spec.get('nodesMax', 1)}"),
@@ -291,8 +316,12 @@ def _ask(request: Any, client: KubernetesClient) -> Any:
     try:
         return request()
     except KubernetesError as error:
-        if error.status == 404 and "could not find the requested resource" in error.message:
+        if error.status is None:
+            raise ConfigError(f"{error}; KUBECONFIG, and its current context, say which cluster is meant") from error
+        if error.status == 404 and not error.is_not_found:
             raise ConfigError(f"{client.server}: {_DEFINITION}") from error
+        if error.status == 404 and "namespaces" in error.message:
+            raise ConfigError(f"{client.server}: {error.message}; --namespace names another one") from error
         if error.status == 403:
             raise ConfigError(f"{client.server} does not allow it: {error.message}") from error
         if error.status == 422:

@@ -130,6 +130,8 @@ def run(
     if json_output and not dry_run:
         raise ConfigError("--json belongs to --dry-run; events as JSON lines come with --json-events")
     settings = configuration(config, given, talk)
+    if settings.scheduler != "kubernetes" and (template is not None or namespace is not None):
+        raise ConfigError("--template and --namespace are for --scheduler kubernetes")
     if settings.scheduler == "slurm":
         from orchestrator.cli import slurm
 

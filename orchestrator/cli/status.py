@@ -74,14 +74,28 @@ def _list_jobs(*, json_output: bool) -> None:
     """Every job that runs or has run on this machine (for this user)."""
     from orchestrator.supervisor.state_folder import known_jobs
 
-    rows = [{"job": one.job, "url": one.job_url, "running": one.supervisor() is not None} for one in known_jobs()]
+    rows = [
+        {
+            "job": one.job,
+            "url": one.job_url,
+            "running": one.supervisor() is not None,
+            "namespace": one.cluster_job(),
+        }
+        for one in known_jobs()
+    ]
     if json_output:
         print_json(rows)
     elif rows:
-        shown = [(row["job"], "running" if row["running"] else "not running", row["url"]) for row in rows]
+        shown = [(row["job"], _where(row), row["url"]) for row in rows]
         output().print(table(("job", "", "its folder"), shown))
     if not rows:
         say("no job has run on this machine yet: `orchestrator run` starts one")
+
+
+def _where(row: dict[str, Any]) -> str:
+    if row["running"]:
+        return "running"
+    return f"in Kubernetes, namespace {row['namespace']}" if row["namespace"] else "not running"
 
 
 def _watch_lines(client: SupervisorClient) -> None:

@@ -218,6 +218,8 @@ class JobKeeper:
         return Seen(
             spec=spec,
             problems=problems,
+            suspend=(self._object.get("spec") or {}).get("suspend") is True,
+            cancel=(self._object.get("spec") or {}).get("cancel") is True,
             edited=int(metadata.get("generation") or 1),
             deleting=metadata.get("deletionTimestamp") is not None or self._gone,
             status=self._object.get("status") or {},

@@ -73,6 +73,9 @@ class Seen:
     spec: TrainingJobSpec | None
     problems: Sequence[str]
     """What is wrong with the spec, if it is None."""
+    suspend: bool
+    cancel: bool
+    """What it says of these, whatever is wrong with the rest of it."""
     edited: int
     """`metadata.generation`: rises with every edit of the spec."""
     deleting: bool
@@ -94,17 +97,17 @@ def reconcile(seen: Seen) -> Decision:
         return Decision(act=Act.HOST, reason="its pods run, and nobody supervises them")
     if seen.deleting:
         return Decision(act=Act.LET_GO, reason="nothing of it runs")
-    if seen.spec is None:
-        return Decision(act=Act.NOTHING, reason="; ".join(seen.problems), state="Invalid")
     ended = seen.status.get("state")
-    if seen.spec.cancel:
-        said = "it was cancelled while nothing of it ran"
-        return Decision(act=Act.NOTHING, reason=said, state=None if ended in ENDED else "Cancelled")
     if _is_over(seen) and ended != "Suspended":
         return Decision(act=Act.NOTHING, reason="it has ended; an edit of its spec starts a failed one again")
-    if seen.spec.suspend:
+    if seen.cancel:
+        said = "it was cancelled while nothing of it ran"
+        return Decision(act=Act.NOTHING, reason=said, state=None if ended in ENDED else "Cancelled")
+    if seen.suspend:
         said = str(seen.status.get("reason") or "") if ended == "Suspended" else "suspended before it ran"
         return Decision(act=Act.NOTHING, reason=said, state="Suspended")
+    if seen.spec is None:
+        return Decision(act=Act.NOTHING, reason="; ".join(seen.problems), state="Invalid")
     return Decision(act=Act.HOST, reason="it shall run")
 
 
@@ -112,8 +115,8 @@ def _is_over(seen: Seen) -> bool:
     """Whether its last run has come to an end that stands, as the status says."""
     state, spec = seen.status.get("state"), seen.spec
     if state == "Suspended":
-        return spec is None or spec.suspend or seen.deleting
-    if state == "Done" and spec is not None and not spec.take_over:
+        return seen.suspend or seen.deleting
+    if state == "Done" and (spec is None or not spec.take_over):
         return True
     return state in ENDED and seen.status.get("endedGeneration") == seen.edited
 
@@ -127,16 +130,16 @@ def may_take_over(spec: TrainingJobSpec, status: Mapping[str, Any]) -> bool:
 
 
 def _about_hosted(seen: Seen, hosted: Hosted) -> Decision:
-    if seen.spec is not None and seen.spec.cancel and not hosted.cancelling:
+    if seen.cancel and not hosted.cancelling:
         return Decision(act=Act.CANCEL, reason="spec.cancel")
     if hosted.ending:
         return Decision(act=Act.NOTHING, reason="it ends")
     if seen.deleting:
         return Decision(act=Act.DRAIN, reason="the deletion of its TrainingJob")
+    if seen.suspend:
+        return Decision(act=Act.DRAIN, reason="spec.suspend")
     if seen.spec is None:
         return Decision(act=Act.NOTHING, reason="; ".join(seen.problems))
-    if seen.spec.suspend:
-        return Decision(act=Act.DRAIN, reason="spec.suspend")
     if seen.rollback_to is not None:
         step = int(seen.rollback_to) if seen.rollback_to.isdecimal() and len(seen.rollback_to) < 19 else None
         return Decision(act=Act.ROLL_BACK, reason=f"annotation rollback-to: {seen.rollback_to}", number=step)
@@ -199,6 +202,7 @@ PHASES = {
     "leaving": "Saving",
     "clearing": "Saving",
     "ending": "Saving",
+    "ended": "Saving",
 }
 
 
@@ -288,7 +292,10 @@ def _training_words(said: Mapping[str, Any]) -> str:
     if said["phase"] != "running":
         return f"{said['phase']}, with {counted(len(said['nodes']), 'node')}"
     going = [node["node"] for node in said["nodes"] if node["going"]]
-    return f"training on {counted(len(said['nodes']), 'node')}" + (f"; {', '.join(going)} will go" if going else "")
+    train = sum(bool(node["ranks"]) for node in said["nodes"])
+    there = counted(len(said["nodes"]), "node")
+    spare = "" if train == len(said["nodes"]) else f"{train} of "
+    return f"training on {spare}{there}" + (f"; {', '.join(going)} will go" if going else "")
 
 
 def _pods_condition(running: Running) -> tuple[str, str, str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -90,3 +95,65 @@ def test_a_status_that_is_written_meanwhile_does_not_refuse_the_edit() -> None:
     server.conflicts = 99
     with pytest.raises(KubernetesError):
         kubernetes._edit(cast("KubernetesClient", server), "/path", server.object, {"nodesMax": 4})
+
+
+TEMPLATE = "spec: {containers: [{name: trainer, image: 'trainer:1'}]}\n"
+
+
+def dry_run(folder: Path, *flags: str, template: str | None = TEMPLATE) -> subprocess.CompletedProcess[str]:
+    """`run --scheduler kubernetes --dry-run` as a person types it; no cluster is configured."""
+    words = ["--scheduler=kubernetes", "--job=gpt", "--store=gs://bucket/jobs", "--nodes=2:8", *flags, "--dry-run"]
+    if template is not None:
+        (folder / "pod.yaml").write_text(template)
+        words.append("--template=pod.yaml")
+    return subprocess.run(
+        (sys.executable, "-m", "orchestrator", "run", *words, "--", "python3", "/work/train.py"),
+        cwd=folder,
+        env={**os.environ, "KUBECONFIG": str(folder / "none"), "XDG_STATE_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_command_line_becomes_a_training_job(tmp_path: Path) -> None:
+    done = dry_run(tmp_path, "--workers-per-node=8", "--save-every=500", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["metadata"] == {"name": "gpt", "namespace": "default"}
+    assert made["spec"] == {
+        "store": "gs://bucket/jobs",
+        "command": ["python3", "/work/train.py"],
+        "nodesMin": 2,
+        "nodesMax": 8,
+        "workersPerNode": 8,
+        "saveEvery": 500,
+        "template": {"spec": {"containers": [{"name": "trainer", "image": "trainer:1"}]}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "template", "problem"),
+    [
+        ((), None, "template: is missing"),
+        (("--template=none.yaml",), None, "template: none.yaml: No such file"),
+        ((), "a: [", "is no YAML"),
+        ((), TEMPLATE + "---\n" + TEMPLATE, "holds 2 documents"),
+        ((), "kind: Deployment\n" + TEMPLATE, "is a Deployment; a Pod"),
+        ((), "metadata: {}\n", "is no pod template"),
+        ((), "spec: {}\n", "one container is needed"),
+        (("--staging=/tmp",), TEMPLATE, "staging: means nothing to pods"),
+        (("--sbatch=--gres=gpu:8",), TEMPLATE, "sbatch: means nothing to pods"),
+        (("--job=gpt.v2",), TEMPLATE, "a job's name has at most 50"),
+        (("--scheduler=local",), TEMPLATE, "are for --scheduler kubernetes"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    flags: tuple[str, ...], template: str | None, problem: str, tmp_path: Path
+) -> None:
+    done = dry_run(tmp_path, *flags, template=template)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert problem in line
+    assert line.startswith("error: ")

@@ -40,6 +40,8 @@ def spec(**fields: Any) -> TrainingJobSpec:
 SEEN = Seen(
     spec=spec(nodesMax=2),
     problems=(),
+    suspend=False,
+    cancel=False,
     edited=3,
     deleting=False,
     status={},
@@ -51,11 +53,13 @@ HOSTED = Hosted(wanted_nodes=2, ending=False, cancelling=False)
 
 
 def at_rest(**changes: Any) -> Seen:
-    return replace(SEEN, **changes)
+    wanted = changes.get("spec")
+    said = {} if wanted is None else {"suspend": wanted.suspend, "cancel": wanted.cancel}
+    return replace(SEEN, **{**said, **changes})
 
 
 def hosted(about: dict[str, Any] | None = None, **changes: Any) -> Seen:
-    return replace(SEEN, hosted=replace(HOSTED, **(about or {})), pods_work=True, **changes)
+    return at_rest(hosted=replace(HOSTED, **(about or {})), pods_work=True, **changes)
 
 
 def ended(state: str, edited: int = 3) -> dict[str, Any]:
@@ -80,6 +84,8 @@ def ended(state: str, edited: int = 3) -> dict[str, Any]:
         (at_rest(deleting=True), Act.LET_GO, None),
         (at_rest(deleting=True, spec=None), Act.LET_GO, None),
         (at_rest(spec=None, problems=("bad",)), Act.NOTHING, "Invalid"),
+        (at_rest(spec=None, problems=("bad",), status=ended("Done", 2)), Act.NOTHING, None),
+        (at_rest(spec=None, problems=("bad",), status=ended("Failed")), Act.NOTHING, None),
         (at_rest(spec=spec(suspend=True)), Act.NOTHING, "Suspended"),
         (at_rest(spec=spec(cancel=True)), Act.NOTHING, "Cancelled"),
         (at_rest(spec=spec(cancel=True), status=ended("Done")), Act.NOTHING, None),
@@ -112,6 +118,8 @@ def ended(state: str, edited: int = 3) -> dict[str, Any]:
         (hosted(deleting=True), Act.DRAIN, None),
         (hosted(deleting=True, spec=None), Act.DRAIN, None),
         (hosted(spec=None, problems=("bad",)), Act.NOTHING, None),
+        (hosted(spec=None, problems=("bad",), suspend=True), Act.DRAIN, None),
+        (hosted(spec=None, problems=("bad",), cancel=True), Act.CANCEL, None),
         (hosted(rollback_to="10"), Act.ROLL_BACK, None),
         (hosted(rollback_to="ten"), Act.ROLL_BACK, None),
         (hosted({"waits_for": ("template",)}), Act.NOTHING, None),
@@ -183,7 +191,7 @@ SAID = {
     "newest_committed": "g00000004-s0000000100",
     "newest_committed_step": 100,
     "commit_age_seconds": 20.0,
-    "nodes": [{"node": "a", "going": False}, {"node": "b", "going": False}],
+    "nodes": [{"node": "a", "going": False, "ranks": [0]}, {"node": "b", "going": False, "ranks": [0]}],
 }
 
 
@@ -321,7 +329,7 @@ def test_a_status_that_is_computed_again_is_the_same() -> None:
 def test_hangs_and_those_that_go_are_told() -> None:
     said = {"hang": "rank 1 is blocked", "seconds_without_step": 300.0}
     assert status_of(running(said))["reason"] == "no step for 5m: rank 1 is blocked"
-    going = [{"node": "a", "going": True}, {"node": "b", "going": False}]
+    going = [{"node": "a", "going": True, "ranks": [1]}, {"node": "b", "going": False, "ranks": [0]}]
     assert status_of(running({"nodes": going}))["reason"] == "training on 2 nodes; a will go"
 
 
