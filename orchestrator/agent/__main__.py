@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from orchestrator.errors import ExitCode
 from orchestrator.storage.opening import open_store
 
 
-def read_settings(words: list[str]) -> AgentSettings | str:
+def read_settings(words: Sequence[str]) -> AgentSettings | str:
     """The settings, or in one sentence what is wrong with them (nothing of their text: it holds secrets)."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.agent", description="One node's agent.")
     parser.add_argument("--settings", type=Path, metavar="FILE", help="settings as JSON; standard input if not given")
@@ -45,11 +46,11 @@ def read_settings(words: list[str]) -> AgentSettings | str:
         return f"{source or 'standard input'}: no settings of this release's agent: {', '.join(wrong)}"
 
 
-def main() -> int:
-    """Read the settings, run the agent."""
+def main(words: Sequence[str] = ()) -> int:
+    """Read the settings, run the agent. `words`: the command line's."""
     if os.getpid() == 1:
         stand_before()
-    settings = read_settings(sys.argv[1:])
+    settings = read_settings(words)
     if isinstance(settings, str):
         sys.stderr.write(f"{settings}\n")
         return int(ExitCode.FAILED)
@@ -57,4 +58,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
