@@ -124,6 +124,11 @@ class ApiServer:
         """Do what the next `count` such requests ask, and break the connection instead of an answer."""
         self._lost.append(_Fault(method, re.compile(path_regex), 0, count, None))
 
+    @property
+    def loses_answers(self) -> bool:
+        """Whether there is still an answer to be lost."""
+        return any(fault.left for fault in self._lost)
+
     def break_watches(self) -> None:
         """Break the connections of all watches."""
         self._run(self._break_watches())
