@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class ApiServer:
         self.bookmark_seconds = bookmark_seconds
         self.pause_seconds = 0.0
         """How long every request of others than simulated components waits before it is looked at."""
+        self.ahead_seconds = 0.0
+        """Of the time that its answers say; what objects say is `api_store.timestamp`'s."""
         self.store = Store()
         self.store.on_change = self._wake
         self.port = 0
@@ -188,6 +191,7 @@ class ApiServer:
             headers = {} if error.retry_after_seconds is None else {"Retry-After": str(error.retry_after_seconds)}
             response = web.json_response(error.status(), status=error.code, headers=headers)
         if not response.prepared:
+            response.headers["Date"] = formatdate(time.time() + self.ahead_seconds, usegmt=True)
             self._seen.append(Seen(request.method, request.path_qs, response.status, agent))
         return response
 
