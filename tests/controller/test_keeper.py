@@ -265,3 +265,20 @@ async def test_a_begin_that_is_cut_off_is_begun_once(scene: KeeperScene, method:
     await scene.edit(suspend=True)
     await scene.until_state("Suspended")
     await scene.until(lambda: not scene.runs(), "no pod is left")
+
+
+async def test_a_pod_that_was_made_and_gone_unseen_is_not_waited_for(
+    scene: KeeperScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch was broken for longer than the server remembers. One that is there, unseen, is not taken for lost."""
+    monkeypatch.setattr(keeper_module, "UNSEEN_SECONDS", 0.3)
+    scene.blind = True
+    await scene.begin(nodesMax=2)
+    await scene.until(lambda: len(scene.runs()) == 1 and len(scene.pods.objects) == 2, "two pods")
+    (_, first), (_, second) = sorted(scene.pods.objects)
+    lists = scene.count("GET", PODS)
+    await scene.until(lambda: scene.count("GET", PODS) > lists, "they are asked for")
+    assert len(scene.pods.objects) == 2
+    assert (await scene.ask("DELETE", f"{PODS}/{first}", {"gracePeriodSeconds": 0}))[0] == 200
+    await scene.until(lambda: len(scene.pods.objects) == 2 and ("default", first) not in scene.pods.objects, "another")
+    assert ("default", second) in scene.pods.objects
