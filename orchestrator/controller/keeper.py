@@ -47,7 +47,7 @@ from orchestrator.core.states import Phase
 from orchestrator.errors import ConfigError, KubernetesError, OrchestratorError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
 from orchestrator.schedulers.kubernetes.pods import QUEUE_LABELS, Owner, Pod, PodPlan, read_pod
-from orchestrator.schedulers.kubernetes.watching import Key, path_of
+from orchestrator.schedulers.kubernetes.watching import RUN_LABEL, Key, path_of
 from orchestrator.supervisor.kubernetes_job import (
     KubernetesJob,
     Run,
@@ -65,6 +65,8 @@ STATUS_SECONDS = 5.0
 """Between two writings of a status in which only figures have changed."""
 MEND_SECONDS = 30.0
 """Between two looks at whether all is there that pods need to start."""
+UNSEEN_SECONDS = 10.0
+"""After which a pod that was made and that the watch does not tell of is asked for."""
 PAUSE_SECONDS_MAX = 60.0
 
 
@@ -117,6 +119,8 @@ class JobKeeper:
         self._incomplete = False
         """Service or budget are not its own yet."""
         self._mend_at_seconds = 0.0
+        self._unseen: dict[str, float] = {}
+        """Pods that are counted on and that the watch has not told of, since when."""
         self._posted = EventPoster(around.client, found)
 
     # ------------------------------------------------------------------------------------------ what is seen
@@ -351,6 +355,7 @@ class JobKeeper:
     async def _mend(self, host: _Host) -> None:
         """What another controller's last request has still made goes; what is missing around the pods is made again."""
         await self._delete_pods(self._pods(), keep=host.run.name)
+        await self._look_for_unseen(host)
         starting = any(pod.host for pod in host.job.allocation.waiting())
         now = self._around.clock.monotonic()
         if host.ending or not (starting or self._incomplete) or now < self._mend_at_seconds:
@@ -363,6 +368,21 @@ class JobKeeper:
             if error.status != 409:
                 raise
         await self._make_surroundings(host.run)
+
+    async def _look_for_unseen(self, host: _Host) -> None:
+        """A pod that was made and gone while the watch was blind: nobody tells of its end, so it is asked for."""
+        seen = {read_pod(pod).name for pod in self._pods()}
+        names = {node.node for node in host.job.allocation.nodes()} - seen
+        now = self._around.clock.monotonic()
+        self._unseen = {name: self._unseen.get(name, now) for name in names}
+        if not any(now - since >= UNSEEN_SECONDS for since in self._unseen.values()):
+            return
+        path = path_of("pods", self.owner.namespace)
+        found, _ = await asyncio.to_thread(self._around.client.list, path, selector_of(self.owner.name))
+        there = {read_pod(pod).name for pod in found}
+        for name in names - there:
+            host.job.on_pod({"metadata": {"name": name, "labels": {RUN_LABEL: host.run.name}}}, True)
+        self._unseen = {}
 
     async def _make_surroundings(self, run: Run) -> None:
         """Service and budget. Of a TrainingJob that was deleted they are about to go: they are made when they have."""

@@ -111,7 +111,7 @@ class Controller:
         self._around = Surroundings(
             client=self._client.writing_while(lambda: lease.is_certain),
             port=port,
-            clock=self._clock,
+            clock=self._client.clock,
             url=self._settings.url.rstrip("/"),
             certificate=identity.certificate,
             job_url=self._job_url,

@@ -35,6 +35,8 @@ class KeeperScene:
         self.pods = Collection(self.client, "pods", namespace="default", on_change=self._on_pod)
         self.keeper: JobKeeper | None = None
         self.task: asyncio.Task[None] | None = None
+        self.blind = False
+        """The watch of pods tells nothing, and what it would have told is not told later."""
         self.port = ControllerPort(Identity(certificate="c", key="k"), "m", address="127.0.0.1", port=0)
 
     @property
@@ -47,12 +49,12 @@ class KeeperScene:
             url="https://controller",
             certificate="c",
             job_url=job_url,
-            pods=lambda _: list(self.pods.objects.values()),
+            pods=lambda _: [] if self.blind else list(self.pods.objects.values()),
             hosts=list,
         )
 
     def _on_pod(self, found: dict[str, Any], gone: bool) -> None:
-        if self.keeper is not None:
+        if self.keeper is not None and not self.blind:
             self.keeper.on_pod(found, gone)
 
     async def begin(self, **spec: Any) -> None:

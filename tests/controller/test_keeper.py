@@ -231,3 +231,54 @@ async def test_a_pod_that_goes_while_its_run_is_taken_over_is_not_waited_for(
     await scene.start_keeper()
     await scene.until(lambda: ("default", first) not in scene.pods.objects, "it is gone")
     await scene.until(scene.runs, "another pod")
+
+
+STEPS = (
+    ("PATCH", "/trainingjobs/small$"),
+    ("GET", "/secrets"),
+    ("POST", "/secrets$"),
+    ("POST", "/services$"),
+    ("POST", "/poddisruptionbudgets$"),
+    ("POST", "/pods$"),
+    ("PATCH", "/trainingjobs/small/status$"),
+)
+"""What the begin of a run asks of the API server, in order."""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize(("method", "path"), STEPS)
+async def test_a_begin_that_is_cut_off_is_begun_once(scene: KeeperScene, method: str, path: str, dies: bool) -> None:
+    """Its request was done, but the answer is lost; or the controller dies before it could come."""
+    scene.server.lose_answers(method, path)
+    await scene.begin()
+    await scene.until(lambda: not scene.server.loses_answers, "the answer was lost")
+    if dies:
+        await scene.stop_keeper()
+        await scene.start_keeper()
+    else:
+        await scene.tell()
+    await scene.until_state("Pending")
+    await scene.until(scene.runs, "a pod")
+    await scene.until(lambda: scene.keeper and scene.keeper._host, "it is hosted")
+    (run,) = scene.runs()
+    assert await scene.secrets() == [f"{JOB}-{run}"]
+    await scene.edit(suspend=True)
+    await scene.until_state("Suspended")
+    await scene.until(lambda: not scene.runs(), "no pod is left")
+
+
+async def test_a_pod_that_was_made_and_gone_unseen_is_not_waited_for(
+    scene: KeeperScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch was broken for longer than the server remembers. One that is there, unseen, is not taken for lost."""
+    monkeypatch.setattr(keeper_module, "UNSEEN_SECONDS", 0.3)
+    scene.blind = True
+    await scene.begin(nodesMax=2)
+    await scene.until(lambda: len(scene.runs()) == 1 and len(scene.pods.objects) == 2, "two pods")
+    (_, first), (_, second) = sorted(scene.pods.objects)
+    lists = scene.count("GET", PODS)
+    await scene.until(lambda: scene.count("GET", PODS) > lists, "they are asked for")
+    assert len(scene.pods.objects) == 2
+    assert (await scene.ask("DELETE", f"{PODS}/{first}", {"gracePeriodSeconds": 0}))[0] == 200
+    await scene.until(lambda: len(scene.pods.objects) == 2 and ("default", first) not in scene.pods.objects, "another")
+    assert ("default", second) in scene.pods.objects

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class ApiServer:
         self.bookmark_seconds = bookmark_seconds
         self.pause_seconds = 0.0
         """How long every request of others than simulated components waits before it is looked at."""
+        self.ahead_seconds = 0.0
+        """Of the time that its answers say; what objects say is `api_store.timestamp`'s."""
         self.store = Store()
         self.store.on_change = self._wake
         self.port = 0
@@ -123,6 +126,11 @@ class ApiServer:
     def lose_answers(self, method: str, path_regex: str, count: int = 1) -> None:
         """Do what the next `count` such requests ask, and break the connection instead of an answer."""
         self._lost.append(_Fault(method, re.compile(path_regex), 0, count, None))
+
+    @property
+    def loses_answers(self) -> bool:
+        """Whether there is still an answer to be lost."""
+        return any(fault.left for fault in self._lost)
 
     def break_watches(self) -> None:
         """Break the connections of all watches."""
@@ -183,6 +191,7 @@ class ApiServer:
             headers = {} if error.retry_after_seconds is None else {"Retry-After": str(error.retry_after_seconds)}
             response = web.json_response(error.status(), status=error.code, headers=headers)
         if not response.prepared:
+            response.headers["Date"] = formatdate(time.time() + self.ahead_seconds, usegmt=True)
             self._seen.append(Seen(request.method, request.path_qs, response.status, agent))
         return response
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clock import SystemClock
 from orchestrator.schedulers.kubernetes import allocation as module
 from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
 from orchestrator.schedulers.kubernetes.client import connect
-from orchestrator.schedulers.kubernetes.pods import Owner, PodPlan
+from orchestrator.schedulers.kubernetes.pods import Owner, Pod, PodPlan
 from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, Collection, path_of
+from tests.kubernetes import api_store
 from tests.kubernetes.api_server import ApiServer
+from tests.kubernetes.api_store import timestamp as stamp
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.servers import bare_cluster
 
@@ -41,7 +42,8 @@ class Scene:
             labels={},
             grace_seconds=30.0,
         )
-        self.allocation = KubernetesAllocation(client=client, plan=plan, clock=SystemClock(), patience_seconds=600.0)
+        self.clock = client.clock
+        self.allocation = KubernetesAllocation(client=client, plan=plan, clock=self.clock, patience_seconds=600.0)
         self.pods = Collection(
             client, "pods", namespace="default", selector=JOB_LABEL, on_change=self.allocation.observe
         )
@@ -108,3 +110,35 @@ async def test_the_end_does_not_wait_for_an_api_server_that_is_away(
     scene.server.fail_next("DELETE", "/pods/", 503, 10_000)
     await asyncio.wait_for(scene.allocation.stop(), 10)
     assert len(scene.there()) == 1
+
+
+@pytest.mark.parametrize("ahead_seconds", [-600.0, 0.0, 600.0])
+async def test_clocks_that_differ_lose_no_pod_before_its_time(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, ahead_seconds: float
+) -> None:
+    """A pod that is deleted saves until its grace is over: counted on our own clock, from when its deletion was seen."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(api_store, "timestamp", lambda at=None: stamp((at or time.time()) + ahead_seconds))
+    scene.server.ahead_seconds = ahead_seconds
+    scene.allocation.request(1)
+    await scene.until(scene.there, "a pod")
+    (pod,) = scene.there()
+    ask = scene.cluster.request
+    assert ask("POST", f"{PODS}/{pod}/binding", {"target": {"kind": "Node", "name": "n"}})[0] == 201
+    assert ask("PATCH", f"{PODS}/{pod}/status", {"status": {"phase": "Running"}})[0] == 200
+    looks, look = [0], module.is_overdue
+
+    later_seconds = [0.0]
+
+    def counted(found: Pod, since: float | None, now: float) -> bool:
+        looks[0] += found.deleting
+        return look(found, since, now + later_seconds[0])
+
+    monkeypatch.setattr(module, "is_overdue", counted)
+    ask("DELETE", f"{PODS}/{pod}", {"gracePeriodSeconds": 60})
+    await scene.until(lambda: looks[0] > 5, "it has looked")
+    assert not scene.lost
+    assert abs(scene.clock.wall() - time.time() - ahead_seconds) < 3
+    later_seconds[0] = 90.0
+    await scene.until(lambda: scene.lost == [pod], "it is lost when its time is over")
+    ask("DELETE", f"{PODS}/{pod}", {"gracePeriodSeconds": 0})

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from kubernetes import config as sdk_config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
+from orchestrator.clock import SystemClock
 from orchestrator.errors import ConfigError, KubernetesError
 
 CONNECT_SECONDS = 5.0
@@ -28,6 +30,8 @@ ANSWER_SECONDS = 20.0
 WATCH_SECONDS = 60
 """After that long the server ends a watch, and it is asked anew: one that is silently cut is noticed."""
 WATCH_SLACK_SECONDS = 15.0
+SAME_SECONDS = 5.0
+"""Clocks that differ by less are the same: an answer's time is rounded, and it has taken a while."""
 CONNECTIONS_MAX = 64
 LISTED_AT_ONCE = 500
 OBJECT_BYTES_MAX = 64 << 20
@@ -37,18 +41,46 @@ Object = dict[str, Any]
 """A Kubernetes object as JSON."""
 
 
+class ServerClock(SystemClock):
+    """The API server's wall clock: when a pod's grace is over is said by that. The monotonic one is this host's."""
+
+    def __init__(self) -> None:
+        self._ahead_seconds = 0.0
+
+    def wall(self) -> float:
+        """As the server has it, as far as it is not nearly the same as ours."""
+        return super().wall() + self._ahead_seconds
+
+    def hear(self, date: str | None) -> None:
+        """What an answer says, in whole seconds."""
+        try:
+            ahead = parsedate_to_datetime(date or "").timestamp() - super().wall()
+        except (ValueError, OverflowError):
+            return
+        self._ahead_seconds = ahead if abs(ahead) > SAME_SECONDS else 0.0
+
+
 class KubernetesClient:
     """Asks one API server, as one user. Threads may share it."""
 
-    def __init__(self, api: sdk.ApiClient, *, namespace: str, may_write: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        api: sdk.ApiClient,
+        *,
+        namespace: str,
+        may_write: Callable[[], bool] = lambda: True,
+        clock: ServerClock | None = None,
+    ) -> None:
         self._api = api
         self.namespace = namespace
         """Where this user works if nothing else is said."""
         self._may_write = may_write
+        self.clock = clock or ServerClock()
+        """What its answers tell of the server's time."""
 
     def writing_while(self, may_write: Callable[[], bool]) -> KubernetesClient:
         """One that asks the same server, and refuses by itself to write anything while that is not so."""
-        return KubernetesClient(self._api, namespace=self.namespace, may_write=may_write)
+        return KubernetesClient(self._api, namespace=self.namespace, may_write=may_write, clock=self.clock)
 
     @property
     def server(self) -> str:
@@ -172,6 +204,7 @@ class KubernetesClient:
             raise KubernetesError(f"{self.server} does not answer {method} {path} ({type(error).__name__})") from error
         except ConfigException as error:  # a credential plugin, when a token is to be renewed
             raise KubernetesError(f"no credentials for {self.server}: {error}") from error
+        self.clock.hear(found.headers.get("Date"))
         return found
 
     def _refused(self, method: str, path: str, error: ApiException) -> KubernetesError:
