@@ -116,7 +116,7 @@ async def test_the_end_does_not_wait_for_an_api_server_that_is_away(
 async def test_clocks_that_differ_lose_no_pod_before_its_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, ahead_seconds: float
 ) -> None:
-    """A pod that is deleted saves until its grace is over: counted on our own clock, from when its deletion was seen."""
+    """A deleted pod saves until its grace is over: counted on our own clock, from when its deletion was seen."""
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(api_store, "timestamp", lambda at=None: stamp((at or time.time()) + ahead_seconds))
     scene.server.ahead_seconds = ahead_seconds
