@@ -84,13 +84,15 @@ def test_all_jobs(command: Command, store: ObjectStore) -> None:
     other.acquire()
     other.publish("http://127.0.0.1:1", "a token")
     assert json.loads(command("status", "--json").stdout) == [
-        {"job": "other", "url": "s3://bucket/other", "running": True},
-        {"job": "small", "url": store.url, "running": False},
+        {"job": "other", "url": "s3://bucket/other", "running": True, "namespace": None},
+        {"job": "small", "url": store.url, "running": False, "namespace": None},
     ]
     text = command("status").stdout
     assert "not running" in text
     assert "a token" not in text
     other.release()
+    StateFolder("small", store.url).note_cluster_job("training")
+    assert "in Kubernetes, namespace training" in command("status").stdout
 
 
 def test_no_job_yet(command: Command) -> None:
