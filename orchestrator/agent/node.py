@@ -174,14 +174,14 @@ class Agent:
             return
         make_locked(folder)  # held until this process ends, however it ends
         for removed in remove_dead(folder.parent.parent, runs):
-            sys.stderr.write(f"agent {self._settings.node}: removed {removed}, which a dead agent has left\n")
+            _say(self._settings.node, f"removed {removed}, which a dead agent has left")
 
     async def _let_go(self) -> None:
         """The very last: once this is said, the machine may be gone at any moment."""
         if not (self._dismissed and self._settings.acknowledge_notices):
             return
         for problem in await self._watch.acknowledge():
-            sys.stderr.write(f"agent {self._settings.node}: {problem}\n")
+            _say(self._settings.node, problem)
 
     async def _end(self, *tasks: asyncio.Task[Any]) -> None:
         if self._gang is not None:
@@ -231,7 +231,7 @@ class Agent:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            sys.stderr.write(f"agent {self._settings.node}: {task.exception()!r}\n")
+            _say(self._settings.node, repr(task.exception()))
             self._failed = True
             self._over.set()  # a bug in the agent: the node is given up rather than left half alive
 
@@ -338,7 +338,7 @@ class Agent:
             case LaunchWorkers() | TakeBack() | Prepare() | Decide() | Look() | EndWorkers() | Upload() | Settled():
                 self._gang_actions.put_nowait(action)
             case _:
-                sys.stderr.write(f"agent {self._settings.node}: ignored {type(action).__name__}\n")
+                _say(self._settings.node, f"ignored {type(action).__name__}")
 
     async def _obey_for_ever(self) -> None:
         """Actions that concern the gang, strictly one after another: a launch waits for the old workers' exits."""
@@ -616,5 +616,5 @@ async def run_agent(settings: AgentSettings, store: ObjectStore) -> int:
     """Run one agent to its end; its exit status."""
     reason = await Agent(settings, real_ports(settings, store)).run()
     if reason != DISMISSED:
-        sys.stderr.write(f"agent {settings.node}: {reason}\n")
+        _say(settings.node, reason)
     return 0

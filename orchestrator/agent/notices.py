@@ -7,12 +7,12 @@ watcher. What a source says is turned into notices by `preemption.watching`.
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
 from dataclasses import replace
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
+from orchestrator.agent.objects import bears
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.clock import Clock
 from orchestrator.config import parse_notices
@@ -130,9 +130,7 @@ class NoticeWatch:
         return [web.post("/notices", self._take)] if self.takes_pushed else []
 
     async def _take(self, request: web.Request) -> web.Response:
-        expected = f"Bearer {self._settings.token}".encode()
-        given = request.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, expected):
+        if not bears(request, self._settings.token):
             raise web.HTTPForbidden(text="only the job's token may push notices")
         body = b""
         try:

@@ -73,6 +73,13 @@ class HttpObjectServer:
             await self._runner.cleanup()
 
 
+def bears(request: web.Request, *tokens: str) -> bool:
+    """Whether a request carries one of the tokens; an empty one is none."""
+    given = request.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")
+    expected = [f"Bearer {token}".encode() for token in tokens if token]
+    return any([hmac.compare_digest(given, one) for one in expected])  # a list: all are compared, always
+
+
 def token_middleware(*tokens: str) -> Middleware:
     """Lets only requests through that carry `Authorization: Bearer {one of the tokens}`; all others get 401.
 
@@ -80,12 +87,10 @@ def token_middleware(*tokens: str) -> Middleware:
     """
     if not all(tokens) or not tokens:
         raise ConfigError("the token is empty; it would let everyone in")
-    expected = [f"Bearer {token}".encode() for token in tokens]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")
-        if not any([hmac.compare_digest(given, one) for one in expected]):  # a list: all are compared, always
+        if not bears(request, *tokens):
             raise web.HTTPUnauthorized(text="the token is missing or wrong", headers={hdrs.WWW_AUTHENTICATE: "Bearer"})
         return await handler(request)
 

@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from orchestrator.config import JobConfig, JobSettings
 from orchestrator.errors import ConfigError
+from orchestrator.schedulers.kubernetes.client import Object
 from orchestrator.schedulers.kubernetes.pods import merged, template_problems
 from orchestrator.schedulers.kubernetes.watching import GROUP, JOB_LABEL, VERSION
 
@@ -23,7 +24,6 @@ NAME_PATTERN = "[a-z]([-a-z0-9]{0,48}[a-z0-9])?"
 NAME_PROBLEM = "a job's name has at most 50 lower-case letters, digits and '-', and begins with a letter"
 FINALIZER = f"{GROUP}/save"
 ROLLBACK_ANNOTATION = f"{GROUP}/rollback-to"
-Object = dict[str, Any]
 
 
 class Fallback(BaseModel):

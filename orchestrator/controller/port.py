@@ -6,13 +6,12 @@ Service leads them to the controller that holds the lease. So one that waits for
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 from aiohttp import hdrs, web
 
-from orchestrator.agent.objects import token_middleware
-from orchestrator.certificates import Identity, server_context, url_of
+from orchestrator.agent.objects import bears, token_middleware
+from orchestrator.certificates import Identity, server_context
 from orchestrator.schedulers.kubernetes.watching import Key
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.supervisor.metrics import Metrics
@@ -34,8 +33,8 @@ class ControllerPort:
         self._jobs: dict[Key, JobPort] = {}
         self.metrics = Metrics()
 
-    async def start(self) -> str:
-        """Listen; returns the URL."""
+    async def start(self) -> None:
+        """Listen."""
         app = web.Application()
         app.add_routes(
             [
@@ -51,7 +50,6 @@ class ControllerPort:
         await self._runner.setup()
         context = server_context(self._identity)
         await web.TCPSite(self._runner, self._address, self._port, ssl_context=context).start()
-        return url_of(self._address, self._runner.addresses[0][1], self._identity)
 
     async def stop(self) -> None:
         """Close the port."""
@@ -115,8 +113,7 @@ class JobPort:
 
     async def answer(self, request: web.Request, tail: str) -> web.StreamResponse:
         """One request, with this job's token."""
-        given = request.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")
-        if not self.token or not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+        if not bears(request, self.token):
             raise web.HTTPUnauthorized(text="the token is missing or wrong", headers={hdrs.WWW_AUTHENTICATE: "Bearer"})
         handler = self._handlers.get((request.method, f"/{tail}"))
         if handler is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -94,15 +95,15 @@ class ClusterControllers:
                         self.problems.append(error)
 
 
-class Controller:
+class Controller(ABC):
     """One of them: `reconcile` brings the cluster nearer to what it should be, as often as one likes."""
 
     def __init__(self, client: Client, lists: dict[str, Followed], delays: Delays) -> None:
         self.client, self.lists, self.delays = client, lists, delays
 
+    @abstractmethod
     async def reconcile(self, now: float) -> None:
         """One pass; `now` is monotonic."""
-        raise NotImplementedError
 
     @property
     def pods(self) -> list[Object]:

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from orchestrator.schedulers.kubernetes.client import Object
-from orchestrator.schedulers.kubernetes.watching import GROUP, JOB_LABEL, RUN_LABEL
+from orchestrator.schedulers.kubernetes.watching import GROUP, JOB_LABEL, RUN_LABEL, VERSION
 
 SETTINGS_FOLDER = "/run/orchestrator"
 STAGING_FOLDER = "/dev/shm"
@@ -49,7 +49,7 @@ class Owner:
     def reference(self) -> Object:
         """For `ownerReferences`: what belongs to it goes with it."""
         return {
-            "apiVersion": f"{GROUP}/v1alpha1",
+            "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "TrainingJob",
             "name": self.name,
             "uid": self.uid,
