@@ -102,6 +102,7 @@ class StoreActions:
             rolled_forward=len(opened.rolled_forward),
             skipped=opened.skipped,
             rollback_to=action.rollback_to,
+            rollback_through=opened.rollback_through,
         )
 
     async def commit(self, action: Commit) -> IndexDecided | IndexFailed:

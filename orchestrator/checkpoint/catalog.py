@@ -220,10 +220,14 @@ def _judge_decided(
 
 
 def rollback_bound(generations: Mapping[int, fmt.GenerationRecord], generation: int) -> float:
-    """The highest step of `generation` that may be used: every later rollback record bounds it."""
+    """The highest step of `generation` that may be used: every later rollback record that reaches back to it bounds it.
+
+    A claim that comes late, after the generation that was opened in its stead, bounds only what it was asked to.
+    """
     bounds = [
         record.rollback_to
         for number, record in generations.items()
-        if number > generation and record.rollback_to is not None
+        if record.rollback_to is not None
+        and generation <= (number - 1 if record.rollback_through is None else min(record.rollback_through, number - 1))
     ]
     return min(bounds, default=float("inf"))

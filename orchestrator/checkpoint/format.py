@@ -215,7 +215,10 @@ class AbandonedIndex(_Record):
 
 
 class GenerationRecord(_Record):
-    """A claim: who forms this generation. `claimant` names the supervisor process, `owner` what may start it again."""
+    """A claim: who forms this generation. `claimant` names the supervisor process, `owner` what may start it again.
+
+    `rollback_to`: of generations up to `rollback_through` (None: of all earlier ones) nothing above that step counts.
+    """
 
     version: int
     job: str
@@ -224,6 +227,7 @@ class GenerationRecord(_Record):
     claimant: str
     wall_seconds: float
     rollback_to: int | None = None
+    rollback_through: Count | None = None
 
 
 class BaseRecord(_Record):

@@ -65,6 +65,8 @@ class Claim:
     who: Claimant
     wall_seconds: float
     rollback_to: int | None = None
+    rollback_through: int | None = None
+    """The highest generation that counted when the rollback was asked for; set where `rollback_to` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class Opened:
     base: CheckpointId | None
     rolled_forward: tuple[CheckpointId, ...]
     skipped: tuple[str, ...]
+    rollback_through: int | None = None
+    """As it was claimed."""
 
 
 def open_generation(
@@ -86,15 +90,27 @@ def open_generation(
     *,
     rollback_to: int | None = None,
 ) -> Opened:
-    """Claim, roll forward, choose and write the base. `rollback_to`: no earlier generation counts beyond that step.
+    """Claim, roll forward, choose and write the base. `rollback_to`: no generation so far counts beyond that step.
 
     Raises FencedError, JobOverError, FormatError (nothing readable to start from), RollbackError, StoreError.
     """
     highest = may_start(store, who) if own is None else own
     if rollback_to is not None:
         _target(store, rollback_to)
-    claim = Claim(who=who, wall_seconds=wall_seconds, rollback_to=rollback_to)
+    claim = _claim_of(who, wall_seconds, rollback_to, highest)
     number = _claim_after(store, claim, highest) if own is None else _claim_next(store, claim, own)
+    while (opened := _open(store, claim, number, avoid)) is None:  # another attempt of this very process was faster
+        number = _claim_next(store, claim, number)
+    return opened
+
+
+def _claim_of(who: Claimant, wall_seconds: float, rollback_to: int | None, highest: int) -> Claim:
+    through = None if rollback_to is None else highest
+    return Claim(who=who, wall_seconds=wall_seconds, rollback_to=rollback_to, rollback_through=through)
+
+
+def _open(store: ObjectStore, claim: Claim, number: int, avoid: Collection[CheckpointId]) -> Opened | None:
+    """What follows a claim; None if the generation has a base already."""
     rolled = roll_forward(store)
     catalog = survey(store)
     for entry in catalog.entries:
@@ -112,9 +128,10 @@ def open_generation(
     base = chosen.id if chosen else None
     try:
         _create_base(store, number, base)
-    except AlreadyExistsError:  # another attempt of this very process was faster: this one opens the next
-        return open_generation(store, who, number, avoid, wall_seconds, rollback_to=rollback_to)
-    return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped)
+    except AlreadyExistsError:
+        return None
+    through = claim.rollback_through
+    return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped, rollback_through=through)
 
 
 def _create_base(store: ObjectStore, generation: int, base: CheckpointId | None) -> None:
@@ -219,7 +236,9 @@ def _claim_after(store: ObjectStore, claim: Claim, own: int) -> int:
             if not _is_ours(store, claim.who, number):
                 raise
             unused = not _exists(store, fmt.base_key(number)) and not _exists(store, fmt.generation_key(number + 1))
-            if unused and read_claim(store, number).rollback_to == claim.rollback_to:
+            there = read_claim(store, number)
+            is_same = (there.rollback_to, there.rollback_through) == (claim.rollback_to, claim.rollback_through)
+            if unused and is_same:
                 return number  # without a base no worker was ever launched in it
     raise FencedError(f"{OWN_CLAIMS_MAX} generations after {own} were claimed by this process without being used")
 
@@ -276,6 +295,7 @@ def _claim(store: ObjectStore, claim: Claim, number: int) -> int:
         claimant=claim.who.claimant,
         wall_seconds=claim.wall_seconds,
         rollback_to=claim.rollback_to,
+        rollback_through=claim.rollback_through,
     )
     try:
         store.create(fmt.generation_key(number), [fmt.dump(record)])
@@ -321,7 +341,7 @@ def roll_back(store: ObjectStore, who: Claimant, step: int, by: str, wall_second
     except JobOverError:  # a person has thought better of it
         highest = may_start(store, replace(who, take_over=True))
     target = _target(store, step)
-    _claim_after(store, Claim(who=who, wall_seconds=wall_seconds, rollback_to=step), highest)
+    _claim_after(store, _claim_of(who, wall_seconds, step, highest), highest)
     record_end(store, who, Outcome.DRAINED, f"rolled back to step {step} by {by}", wall_seconds)
     return target
 

@@ -171,7 +171,8 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     )
     for problem in event.skipped:
         turn.note("checkpoint skipped", problem, generation=event.generation)
-    as_wanted = rollback.on_opened(turn, event)
+    is_newest = event.generation == turn.job.own and event.base not in turn.job.avoid
+    as_wanted = rollback.on_opened(turn, event) and is_newest
     if job.ending is not None:
         turn.go(Trigger.CONCLUDED)
         finishing.record(turn)

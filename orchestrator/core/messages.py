@@ -200,7 +200,8 @@ class GenerationOpened:
     rolled_forward: int
     skipped: tuple[str, ...] = ()
     rollback_to: int | None = None
-    """As it was asked for: no earlier generation counts beyond this step any more."""
+    """As it was asked for: no generation up to `rollback_through` counts beyond this step any more."""
+    rollback_through: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -578,7 +579,7 @@ class ReleaseNode:
 class OpenGeneration:
     """Claim `own` + 1 (a starting process, own None: the highest + 1), roll forward, write the base.
 
-    `rollback_to`: no earlier generation shall count beyond this step.
+    `rollback_to`: no generation so far shall count beyond this step.
     """
 
     node: str

@@ -36,9 +36,12 @@ def has_to_wait(turn: Turn) -> bool:
 
 def on_opened(turn: Turn, event: GenerationOpened) -> bool:
     """Whether the generation is what was asked for; one that was asked for before the rollback is not."""
-    if turn.job.rollback_to != event.rollback_to:
-        return turn.job.rollback_to is None
+    job = turn.job
+    if job.rollback_to != event.rollback_to:
+        return job.rollback_to is None
     if event.rollback_to is not None:
+        if job.gang is not None and event.rollback_through is not None and event.rollback_through < job.gang.generation:
+            return False  # it answers an earlier rollback to the same step
         turn.set(rollback_to=None)
         base = f"checkpoint {event.base}" if event.base else "a fresh start"
         turn.note(

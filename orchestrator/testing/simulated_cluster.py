@@ -218,15 +218,16 @@ class SimulatedRun:
 
         supervisor.links.send = watched  # type: ignore[method-assign]
 
-    def kill(self, back_after_seconds: float, *, with_nodes: bool = False) -> None:
-        """SIGKILL to the supervisor, with or without its nodes; the same command is given again later."""
+    def kill(self, back_after_seconds: float | None, *, with_nodes: bool = False) -> None:
+        """SIGKILL to the supervisor, with or without its nodes; the same command is given again later (None: never)."""
         if self.process is None or not self.process.alive or self.finish is not None:
             return
         self.process.kill()
         if with_nodes:
             for name in list(self.nodes):
                 self.cluster.end_node(self.nodes.pop(name))
-        self.cluster.loop.call_later(back_after_seconds, self.start)
+        if back_after_seconds is not None:
+            self.cluster.loop.call_later(back_after_seconds, self.start)
 
     def order_node(self) -> None:
         """A node comes up some time later."""

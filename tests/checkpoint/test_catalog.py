@@ -199,6 +199,11 @@ def test_the_bound_of_each_generation(generation: int, bound: float) -> None:
     assert rollback_bound(records, generation) == bound
 
 
+def test_a_claim_that_comes_late_bounds_what_it_was_asked_to() -> None:
+    late = rollback(4, 20).model_copy(update={"rollback_through": 2})
+    assert [rollback_bound({4: late}, generation) for generation in (1, 2, 3)] == [20, 20, float("inf")]
+
+
 def test_a_rollback_to_step_zero_keeps_step_zero(store: ObjectStore, tmp_path: Path) -> None:
     start = committed(store, tmp_path, 1, 0)
     committed(store, tmp_path, 1, 1)

@@ -212,6 +212,29 @@ def test_what_is_whole_counts_before_anything_is_claimed(store: ObjectStore, tmp
     assert roll_back(store, PERSON, 15, "me", 2.0) == checkpoint_id(2, 15)
 
 
+def test_a_late_claim_takes_nothing_from_what_was_opened_in_its_stead(store: ObjectStore, tmp_path: Path) -> None:
+    """An opener that was given up claims after another one has, and the job has trained on from there."""
+    start(store)
+    saved(store, tmp_path, (1, 10), (1, 20))
+    start(store, own=1, rollback_to=10)
+    trained = saved(store, tmp_path, (2, 30))[0]
+    late = start(store, own=1, rollback_to=10)
+    assert late.generation == 3
+    assert late.base == trained
+    assert read_generations(store)[3].rollback_through == 1
+    assert start(store, own=2).base == trained
+
+
+def test_a_rollback_after_a_late_claim_bounds_what_came_before_it(store: ObjectStore, tmp_path: Path) -> None:
+    start(store)
+    saved(store, tmp_path, (1, 10), (1, 20))
+    start(store, own=1, rollback_to=10)
+    saved(store, tmp_path, (2, 30))
+    start(store, own=1, rollback_to=10)
+    again = start(store, own=2, rollback_to=10)  # 3 is passed over: it bounds too little
+    assert (again.generation, again.base, again.rollback_through) == (4, checkpoint_id(1, 10), 2)
+
+
 @pytest.mark.parametrize("call", range(1, 40))
 def test_of_two_at_once_each_is_told_the_truth(call: int, tmp_path: Path) -> None:
     """Another person goes back further, whole, before any one call of the first one's to the store."""

@@ -88,6 +88,7 @@ DEFAULTS: dict[str, Any] = {
     "good_step": None,
     "problem": None,
     "rollback_to": None,
+    "rollback_through": None,
 }
 
 

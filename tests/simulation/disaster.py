@@ -276,10 +276,18 @@ class Disaster:
             run.supervisor.submit(Requested(request=Request.ROLLBACK, by="a person", step=step))
             return
         self.seen["rollback"] += 1
-        run.kill(10.0, with_nodes=True)  # the person waits for the rollback, then gives the command again
+        run.kill(None, with_nodes=True)
         process = SimulatedProcess("rollback")
         store = SimulatedStore(self.cluster.truth, self.cluster.weather, process, self.cluster.on_write)
         self.loop.call_later(0.5, self.loop.start_thread, process, lambda: quietly(roll_back, store, step))
+        self.loop.call_later(10.0, self._start_after, process, run)
+
+    def _start_after(self, process: SimulatedProcess, run: SimulatedRun) -> None:
+        """The person waits for the rollback's end, then gives the command again."""
+        if process.alive and process.threads:
+            self.loop.call_later(0.5, self._start_after, process, run)
+        else:
+            run.start()
 
 
 def sweep(store: SimulatedStore) -> None:

@@ -49,8 +49,8 @@ class Promises:
     claimed_by: dict[int, str] = field(default_factory=dict)
     _owed: dict[int, CheckpointId | None] = field(default_factory=dict)
     """generation → the newest checkpoint that its base must not be older than"""
-    _bounds: dict[int, int] = field(default_factory=dict)
-    """generation of a rollback record → the highest step that may be used of earlier ones"""
+    _bounds: list[fmt.GenerationRecord] = field(default_factory=list)
+    """The claims that say up to which step earlier generations may be used."""
     _launched: set[tuple[int, str]] = field(default_factory=set)
     _launched_by: dict[int, str] = field(default_factory=dict)
     _absent: dict[CheckpointId, frozenset[int]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Promises:
         if number is not None:
             record = fmt.load(fmt.GenerationRecord, key, content)
             if record.rollback_to is not None:
-                self._bounds[number] = record.rollback_to
+                self._bounds.append(record)
             self.claimed_by[number] = process.name
             self._owed[number] = max(filter(self.usable, self.committed | self._whole()), default=None)
         elif key.endswith(".base.json"):
@@ -99,8 +99,13 @@ class Promises:
 
     def usable(self, checkpoint: CheckpointId) -> bool:
         """Whether no later rollback record forbids it."""
-        bounds = [step for number, step in self._bounds.items() if number > checkpoint.generation]
-        return checkpoint.step <= min(bounds, default=checkpoint.step)
+        return not any(
+            record.rollback_to is not None
+            and record.rollback_through is not None
+            and checkpoint.generation <= record.rollback_through
+            and checkpoint.step > record.rollback_to
+            for record in self._bounds
+        )
 
     def _whole(self) -> set[CheckpointId]:
         """Undecided checkpoints of which everything is there."""
