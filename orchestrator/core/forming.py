@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.core import (
@@ -91,7 +92,8 @@ def consider(turn: Turn) -> None:
         workers_per_node=job.spec.workers_per_node,
         allowed_world_sizes=job.allowed_world_sizes,
     )
-    patience = job.spec.gather_seconds if job.own is None else job.spec.reform_seconds
+    is_patient = job.own is None or job.condemned
+    patience = job.spec.gather_seconds if is_patient else job.spec.reform_seconds
     if size.count is None:
         if not size.could_grow:
             turn.set(ending=Ending(outcome=Outcome.FAILED, exit_code=int(ExitCode.USAGE), reason=size.reason))
@@ -107,10 +109,14 @@ def consider(turn: Turn) -> None:
     previous = job.gang.nodes if job.gang else ()
     members = order(available=job.available, previous=previous, places=job.places)[: size.count]
     opener = members[job.open_failures % len(members)]  # one that cannot reach the store must not stop everybody
-    members = (opener, *(name for name in members if name != opener))  # rank 0 is where its workers meet
-    turn.set(members=members, opener=opener)
+    turn.set(members=_led_by(opener, members), opener=opener)
     turn.do(OpenGeneration(node=opener, own=job.own, avoid=job.avoid, rollback_to=job.rollback_to))
     turn.go(Trigger.ENOUGH_NODES)
+
+
+def _led_by(opener: str, members: Sequence[str]) -> tuple[str, ...]:
+    """The opener has rank 0: there the workers meet."""
+    return opener, *(name for name in members if name != opener)
 
 
 def request_missing(turn: Turn) -> None:
@@ -155,11 +161,17 @@ def release(turn: Turn, name: str, reason: str) -> None:
 
 
 def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
-    """The generation is ours: launch, unless a member has gone in the meantime."""
+    """The generation is ours: launch, unless a member has gone in the meantime.
+
+    A member that was given up as opener and answers after all will do: where every opening takes too long, none else
+    would ever count.
+    """
     job = turn.job
     turn.set(own=max(event.generation, job.own or 0))
-    if job.phase is not Phase.OPENING or event.node != job.opener:
+    if job.phase is not Phase.OPENING or event.node not in job.members:
         return
+    turn.set(opener=event.node, members=_led_by(event.node, job.members))
+    job = turn.job
     base = f"checkpoint {event.base}" if event.base else "a fresh start"
     turn.note(
         "generation opened",

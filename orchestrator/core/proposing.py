@@ -248,10 +248,15 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
 
 
 def _absent(turn: Turn) -> tuple[RankSet, float | None]:
-    """The ranks that may not be waited for, and the earliest deadline. What only they hold is waited for."""
+    """The ranks of which no tensor is wanted, and the earliest deadline. What only they hold is wanted all the same.
+
+    They will go, or their node is condemned, and what its devices hold may be wrong: where somebody else holds it,
+    theirs is taken. Those that will go come first: what only they and condemned ones hold is taken from the latter.
+    """
     job = turn.job
     assert job.gang is not None
-    going = turn.going_ranks()
+    going = job.ranks.dispensable(turn.ranks_on(job.going))
+    absent = going | job.ranks.dispensable(going | turn.ranks_on(job.condemned))
     known = (job.nodes[name].deadline_seconds for name in turn.going_members())
     deadlines = [seconds for seconds in known if seconds is not None]
-    return job.ranks.dispensable(going), min(deadlines, default=None)
+    return absent, min(deadlines, default=None)

@@ -109,8 +109,12 @@ class Turn:
 
     def going_ranks(self) -> RankSet:
         """The ranks on those nodes."""
+        return self.ranks_on(self.job.going)
+
+    def ranks_on(self, nodes: frozenset[str]) -> RankSet:
+        """The gang's ranks on these nodes."""
         gang = self.job.gang
-        return NOBODY if gang is None else RankSet.of(rank for name in self.job.going for rank in gang.ranks_of(name))
+        return NOBODY if gang is None else RankSet.of(rank for name in nodes for rank in gang.ranks_of(name))
 
     def gang_nodes(self) -> list[str]:
         """The gang's nodes that are still there."""
