@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from orchestrator.checkpoint import format as fmt
 from orchestrator.checkpoint.digest import crc
@@ -111,7 +111,7 @@ class NodeObjects:
             return self._digest(key)[start:stop]
         path, size_bytes = self._slot(key)
         stop = size_bytes if stop is None else min(stop, size_bytes)
-        with path.open("rb") as file:
+        with _open(path, key) as file:
             data = os.pread(file.fileno(), max(0, stop - start), start)
         self._still_there(key, path, size_bytes)
         return data
@@ -143,7 +143,7 @@ class NodeObjects:
     def _digest(self, key: str) -> bytes:
         shard_key = key.removesuffix(DIGEST_SUFFIX)
         path, size_bytes = self._slot(shard_key)
-        with path.open("rb") as file, mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ) as memory:
+        with _open(path, shard_key) as file, mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ) as memory:
             digest = crc(memory)
         self._still_there(shard_key, path, size_bytes)
         return f"{digest:08x}".encode()
@@ -158,6 +158,13 @@ class NodeObjects:
     def _still_there(self, key: str, path: Path, size_bytes: int) -> None:
         if self._slot(key) != (path, size_bytes):
             raise NotFoundError(key, "its slot was used again while it was read")
+
+
+def _open(path: Path, key: str) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError as error:  # its gang was cleared, or its slot was used again, since we looked
+        raise NotFoundError(key, "its slot was removed while it was read") from error
 
 
 def copy_shard(source: ObjectStore, action: HandOver, target: Path) -> int:

@@ -76,14 +76,17 @@ def staging_over(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
     return everyone <= save.staged | save.given_up | gone or _overdue(save, now_seconds)
 
 
-def committable(save: Save, *, gone: RankSet, now_seconds: float) -> bool:
+def committable(save: Save, *, gone: RankSet, exited: RankSet, now_seconds: float) -> bool:
     """Whether the index may and should be written now: all required receipts, and no other worth waiting for.
 
-    What a peer holds is worth it after the deadline as well: it was handed over because it is large and nobody else's.
+    An absent rank that has yet to stage is worth it: its random numbers and its place in the data are its own. `exited`
+    ranks stage no more. What a peer holds is worth it after the deadline as well: it was handed over because it is large
+    and nobody else's.
     """
     if not save.required <= save.durable or now_seconds < save.retry_at_seconds:
         return False
-    still_coming = save.staged - save.durable - save.given_up - gone
+    can_come = RankSet.below(save.world_size) - (exited - save.staged)
+    still_coming = can_come - save.durable - save.given_up - gone
     if _overdue(save, now_seconds):
         still_coming &= save.held
     return not still_coming

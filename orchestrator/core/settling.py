@@ -36,7 +36,7 @@ def move_save(turn: Turn, save: Save) -> None:
         lost = hopeless(save, gone=gone)
         if lost:
             abandon(turn, save, f"the shards of ranks {list(lost)} went with their node")
-        elif committable(save, gone=gone, now_seconds=turn.now):
+        elif committable(save, gone=gone, exited=job.ranks.exited, now_seconds=turn.now):
             _commit(turn, save)
 
 

@@ -94,6 +94,14 @@ def test_a_slot_that_is_used_again_meanwhile_gives_no_copy(node: Node, tmp_path:
     assert not (tmp_path / "held").exists()
 
 
+@pytest.mark.parametrize("suffix", ["", DIGEST_SUFFIX])
+def test_a_slot_that_is_removed_after_it_was_found_is_not_there(node: Node, suffix: str) -> None:
+    """Its gang was cleared: whoever asks goes on to the store."""
+    node.slot.unlink()
+    with pytest.raises(NotFoundError, match="was removed"):
+        node.objects.read(KEY + suffix)
+
+
 def test_bytes_that_change_while_they_are_copied_are_found_out(node: Node, tmp_path: Path) -> None:
     class Changing(NodeObjects):
         def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.core.commit import NOTICE_SECONDS_ASSUMED, Save, committable, hopeless, staging_over
 from orchestrator.core.messages import CheckpointId, Mode
-from orchestrator.core.ranks import RankSet
+from orchestrator.core.ranks import NOBODY, RankSet
 
 DEADLINE = 30.0
 
@@ -73,6 +73,9 @@ def test_absent_ranks_are_awaited_until_they_are_gone_or_their_time_is_over(
 @pytest.mark.parametrize(
     ("decided", "gone", "now", "may"),
     [
+        (save(absent="3", staged="012", durable="012"), "", 29, False),
+        (save(absent="3", staged="012", durable="012"), "", 30, True),
+        (save(absent="3", staged="012", durable="012"), "3", 0, True),
         (save(staged="0123", durable="012"), "", 0, False),
         (save(staged="0123", durable="012"), "3", 99, False),
         (save(staged="0123", durable="0123"), "", 0, True),
@@ -91,7 +94,13 @@ def test_absent_ranks_are_awaited_until_they_are_gone_or_their_time_is_over(
 def test_the_index_needs_every_required_receipt_and_waits_for_the_others_while_there_is_time(
     decided: Save, gone: str, now: float, may: bool
 ) -> None:
-    assert committable(decided, gone=ranks(gone), now_seconds=now) is may
+    assert committable(decided, gone=ranks(gone), exited=NOBODY, now_seconds=now) is may
+
+
+@pytest.mark.parametrize(("staged", "may"), [("012", True), ("0123", False)])
+def test_a_worker_that_has_ended_stages_no_more(staged: str, may: bool) -> None:
+    decided = save(absent="3", staged=staged, durable="012")
+    assert committable(decided, gone=NOBODY, exited=ranks("0123"), now_seconds=0) is may
 
 
 @pytest.mark.parametrize(

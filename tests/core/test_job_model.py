@@ -112,7 +112,7 @@ def refusal_taken_for_an_echo(patch: pytest.MonkeyPatch) -> None:
 
 def committed_before_the_last_receipt(patch: pytest.MonkeyPatch) -> None:
     """The index is asked for as soon as any shard is durable (F28)."""
-    patch.setattr(settling, "committable", lambda save, gone, now_seconds: bool(save.durable))
+    patch.setattr(settling, "committable", lambda save, **_: bool(save.durable))
 
 
 def abandoned_by_a_node_that_is_lost(patch: pytest.MonkeyPatch) -> None:

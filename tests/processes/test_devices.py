@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.reader import read_committed
 from orchestrator.core.job import Phase
+from orchestrator.core.messages import CheckpointId
 from orchestrator.supervisor.loop import Supervisor
 from tests.processes.harness import check_store, final_digests, run_job, until
 
+FIRST = CheckpointId(generation=0, step=0)
 AGENT = (sys.executable, "-m", "tests.processes.watching_agent")
 NVIDIA_SMI = """#!/bin/sh
 cd {folder}
@@ -42,17 +45,19 @@ def play_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *, one_is_bad
 async def test_a_node_whose_device_is_gone_is_not_in_the_next_generation(
     tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It trains on; then a worker of another node dies."""
+    """It trains on, and is left out of a save; then a worker of another node dies."""
     monkeypatch.setenv("STEP_SECONDS", "0.1")
     folder = play_nvidia_smi(tmp_path, monkeypatch, one_is_bad=False)
+    without: list[CheckpointId | None] = []
 
     async def scenario(supervisor: Supervisor) -> None:
-        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 12)
+        await until(lambda: supervisor.job.phase is Phase.RUNNING and supervisor.job.lowest_step >= 2)
         agents = {node["node"]: node["agent_pid"] for node in supervisor.status()["nodes"]}
         (folder / f"gone-{agents['node-1']}").touch()
         await until(lambda: bool(supervisor.job.condemned))
         seen_at = supervisor.job.highest_step
-        await until(lambda: supervisor.job.lowest_step >= seen_at + 3)
+        await until(lambda: (supervisor.job.newest_committed or FIRST).step > seen_at + 10)  # agreed on since
+        without.append(supervisor.job.newest_committed)
         os.kill(supervisor.job.ranks[0].pid, signal.SIGKILL)
 
     result = await run_job(
@@ -66,6 +71,10 @@ async def test_a_node_whose_device_is_gone_is_not_in_the_next_generation(
     assert (released.node, released.reason) == ("node-1", "device GPU-aa is not there any more")
     members = [record.facts["nodes"] for record in result.kinds("generation opened")]
     assert members == ["node-0 node-1", "node-0 node-2"]
+    assert without[0] is not None
+    index = read_committed(result.store, without[0])
+    shared = [name for name in index.tensors if not name.startswith("rank.")]
+    assert {chunk.rank for name in shared for chunk in index.chunks(name)} == {0}
     assert final_digests(result.store) == reference
     check_store(result.store)
 

@@ -80,7 +80,7 @@ def two_attempts_in_one_generation(patch: pytest.MonkeyPatch) -> None:
 
 def committed_before_the_last_receipt(patch: pytest.MonkeyPatch) -> None:
     """The index is asked for as soon as any shard is durable (F28)."""
-    patch.setattr(settling, "committable", lambda save, gone, now_seconds: bool(save.durable))
+    patch.setattr(settling, "committable", lambda save, **_: bool(save.durable))
 
 
 def swept_without_deciding_the_index(patch: pytest.MonkeyPatch) -> None:
