@@ -1,7 +1,7 @@
 """What nodes say of the hosts under them: told, and what condemns a node is remembered. Pure; see `core.states`.
 
-A condemned node trains on. Of a save its tensors are not wanted where others hold them (`proposing`), and `forming` gives
-it back before the next generation, if the job can do without it.
+A condemned node trains on. Its tensors are not wanted in a save where others hold them (`proposing`), and `forming`
+gives it back before the next generation, if the job can do without it.
 """
 
 from __future__ import annotations
