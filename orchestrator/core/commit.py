@@ -80,8 +80,8 @@ def committable(save: Save, *, gone: RankSet, exited: RankSet, now_seconds: floa
     """Whether the index may and should be written now: all required receipts, and no other worth waiting for.
 
     An absent rank that has yet to stage is worth it: its random numbers and its place in the data are its own.
-    `exited` ranks stage no more. What a peer holds is worth it after the deadline as well: it was handed over because it
-    is large and nobody else's.
+    `exited` ranks stage no more. What a peer holds is worth it after the deadline as well: it was handed over
+    because it is large and nobody else's.
     """
     if not save.required <= save.durable or now_seconds < save.retry_at_seconds:
         return False
