@@ -100,7 +100,7 @@ def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_ove
         options=settings.sbatch,
         command=inner_command(settings, asked, take_over=take_over),
     )
-    for line in _findings(settings, commands):
+    for line in _findings(settings, commands, state.save_seconds()):
         talk.say(line)
     if asked.dry_run:
         sys.stdout.write(script)
@@ -134,7 +134,7 @@ def inner_command(settings: JobConfig, asked: Asked, *, take_over: bool) -> tupl
     return (*words, "--", *settings.command)
 
 
-def _findings(settings: JobConfig, commands: SlurmCommands) -> list[str]:
+def _findings(settings: JobConfig, commands: SlurmCommands, save_seconds: float | None) -> list[str]:
     """What this cluster costs. If it cannot be asked, the submission says so itself."""
     from orchestrator.schedulers.slurm.submission import inspect
 
@@ -142,7 +142,8 @@ def _findings(settings: JobConfig, commands: SlurmCommands) -> list[str]:
         name = _partition(settings.sbatch) or commands.default_partition()
         if name is None:
             return []
-        found = inspect(commands.settings(), commands.partition(name), save_every=settings.save_every)
+        cluster, partition = commands.settings(), commands.partition(name)
+        found = inspect(cluster, partition, save_every=settings.save_every, save_seconds=save_seconds)
     except SchedulerError:
         return []
     return [f"{'warning' if one.loses else 'note'}: {one.words}; {one.remedy}" for one in found]

@@ -19,6 +19,7 @@ from orchestrator.certificates import new_identity
 from orchestrator.clock import Clock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import Finish, Request, Requested
+from orchestrator.core.preflight import measured_save_seconds
 from orchestrator.errors import ExitCode
 from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
@@ -165,6 +166,7 @@ class KubernetesJob:
         self.run_name = run.name
         self.staging_bytes: int | None = None
         """That all ranks stage together, once it was measured."""
+        self._save_seconds: float | None = None
         self.first_step: int | None = None
         """That this run began at, as far as this process has seen its begin."""
         self.allocation = KubernetesAllocation(
@@ -222,17 +224,17 @@ class KubernetesJob:
         found = record.facts.get("staging_bytes")
         if record.kind == "preflight" and isinstance(found, int):
             self.staging_bytes = found
+        if record.kind == "committed":
+            self._save_seconds = measured_save_seconds(self.supervisor.job) or self._save_seconds
         if record.kind == "generation opened" and self.first_step is None:
             self.first_step = record.step
         if record.kind == "node joined" and record.node is not None:
             self._notices.on_joined(record.node)
 
     def _grace_seconds(self) -> float:
-        measured = self.supervisor.job.measured
-        if measured.commit_seconds is None:
+        if self._save_seconds is None:
             return 0.0
-        save = (measured.step_seconds or 0.0) + (measured.stage_seconds or 0.0) + measured.commit_seconds
-        return min(save * GRACE_SLACK + GRACE_SLACK_SECONDS, GRACE_SECONDS_MAX)
+        return min(self._save_seconds * GRACE_SLACK + GRACE_SLACK_SECONDS, GRACE_SECONDS_MAX)
 
     def _staging_limit_bytes(self) -> int | None:
         """On the fewest nodes that the job may run on, each of them stages most."""

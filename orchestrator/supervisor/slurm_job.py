@@ -22,6 +22,7 @@ from orchestrator.clock import SystemClock
 from orchestrator.config import JobConfig
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Finish
+from orchestrator.core.preflight import measured_save_seconds
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError, SchedulerError
 from orchestrator.schedulers.slurm.allocation import AGENT_COMMAND, Host, SlurmAllocation
@@ -110,9 +111,13 @@ def is_over(commands: SlurmCommands, owner: str, cluster: str) -> bool:
     return record is None or record.state in ENDED_STATES
 
 
-def spec_in(spec: JobSpec, host_count: int) -> JobSpec:
-    """An allocation does not grow: nobody waits for more nodes than it has hosts."""
-    return replace(spec, nodes_max=max(spec.nodes_min, min(spec.nodes_max, host_count)))
+def spec_in(spec: JobSpec, host_count: int, kill_wait_seconds: float) -> JobSpec:
+    """An allocation does not grow: nobody waits for more nodes than it has hosts. Who cancels it leaves it KillWait."""
+    return replace(
+        spec,
+        nodes_max=max(spec.nodes_min, min(spec.nodes_max, host_count)),
+        grace_seconds=min(spec.grace_seconds, kill_wait_seconds),
+    )
 
 
 class SlurmJob:
@@ -175,7 +180,7 @@ class SlurmJob:
         self.state.make()
         self.state.note_slurm_job(self._place.reference)
         supervisor = self.supervisor = Supervisor(
-            spec_in(self._config.spec(), len(self._place.hosts)),
+            spec_in(self._config.spec(), len(self._place.hosts), self._place.settings.kill_wait_seconds),
             allocation,
             self._clock,
             EventLog(json_lines_sink(self.state.path / "events.jsonl"), self._on_event, *self._sinks),
@@ -247,6 +252,10 @@ class SlurmJob:
                 self.wake()
             case "node joined" if self._allocation is not None and record.node is not None:
                 self._allocation.joined(record.node)
+            case "committed" if self.supervisor is not None:
+                seconds = measured_save_seconds(self.supervisor.job)
+                if seconds is not None:
+                    self.state.note_save(seconds)
             case "generation opened":  # a copy that came later has lost the claim, its address may stand there
                 with contextlib.suppress(ConfigError):
                     self._republish()

@@ -117,6 +117,17 @@ class StateFolder:
         """Which of Slurm's jobs this one was submitted as last: for `status` while it does not run."""
         _write_private(self.path / "slurm.json", json.dumps({"job_id": job_id}))
 
+    def note_save(self, seconds: float) -> None:
+        """How long a save of this job was measured to take from the notice to the commit: for its next submission."""
+        _write_private(self.path / "save.json", json.dumps({"seconds": seconds}))
+
+    def save_seconds(self) -> float | None:
+        """See `note_save`; None where nothing was measured."""
+        try:
+            return float(json.loads((self.path / "save.json").read_text())["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def note_cluster_job(self, namespace: str) -> None:
         """The job is a TrainingJob in that namespace of a Kubernetes cluster: for the verbs."""
         _write_private(self.path / "kubernetes.json", json.dumps({"namespace": namespace}))

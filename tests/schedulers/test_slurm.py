@@ -239,11 +239,32 @@ LOW = Partition(name="low", grace_seconds=60, preempt_mode="REQUEUE")
 def test_what_the_cluster_costs(
     cluster: ClusterSettings, partition: Partition, save_every: int, said: list[str]
 ) -> None:
-    found = inspect(cluster, partition, save_every=save_every)
+    found = inspect(cluster, partition, save_every=save_every, save_seconds=None)
     assert len(found) == len(said)
     for finding, words in zip(found, said, strict=True):
         assert words in finding.words
         assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("cluster", "partition", "save_seconds", "said"),
+    [
+        (WELL, LOW, 29.0, []),
+        (replace(WELL, kill_wait_seconds=8), LOW, 7.0, []),
+        (WELL, LOW, 45.0, ["killed 30 s later (KillWait), whatever it is saving; a save of this one was measured"]),
+        (WELL, LOW, 75.0, ["60 s (GraceTime), and a save of this one was measured to take 75 s", "KillWait"]),
+        (WELL, replace(LOW, preempt_mode="OFF"), 75.0, ["KillWait"]),
+        (WELL, replace(LOW, preempt_mode="GANG,SUSPEND"), 75.0, ["KillWait", "stands still"]),
+    ],
+)
+def test_what_the_cluster_costs_by_what_was_measured(
+    cluster: ClusterSettings, partition: Partition, save_seconds: float, said: list[str]
+) -> None:
+    found = inspect(cluster, partition, save_every=100, save_seconds=save_seconds)
+    assert len(found) == len(said)
+    for finding, words in zip(found, said, strict=True):
+        assert words in finding.words
+        assert finding.loses is ("measured" in finding.words)
 
 
 RUNNING = JobRecord(
@@ -489,7 +510,8 @@ def test_what_the_submission_said_of_tasks_is_not_handed_on() -> None:
 @pytest.mark.parametrize(("hosts", "nodes_max"), [(2, 2), (3, 3), (4, 4), (9, 4), (1, 2)])
 def test_nobody_waits_for_more_nodes_than_there_are_hosts(hosts: int, nodes_max: int) -> None:
     spec = JobSpec(name="gpt", nodes_min=2, nodes_max=4, workers_per_node=8, save_every_steps=100)
-    assert spec_in(spec, hosts) == replace(spec, nodes_max=nodes_max)
+    assert spec_in(spec, hosts, 40.0) == replace(spec, nodes_max=nodes_max)
+    assert spec_in(spec, hosts, 8.0).grace_seconds == 8.0
 
 
 def test_what_slurm_is_to_call_a_task_of_an_array(

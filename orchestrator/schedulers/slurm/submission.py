@@ -46,15 +46,25 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-def inspect(cluster: ClusterSettings, partition: Partition, *, save_every: int) -> list[Finding]:
-    """What is lost, or takes long, with this cluster and partition. The worst first."""
+KILL_WAIT_SECONDS_MIN = 30.0
+"""Slurm's default; what less than that is worth is not known before a save was measured."""
+
+
+def inspect(
+    cluster: ClusterSettings, partition: Partition, *, save_every: int, save_seconds: float | None
+) -> list[Finding]:
+    """What is lost, or takes long, with this cluster and partition. The worst first.
+
+    `save_seconds`: that a save of this job was measured to take; None where none was.
+    """
     findings: list[Finding] = []
     mode = partition.preempt_mode or cluster.preempt_mode
     preempts = cluster.preempt_type not in ("", "none") and mode not in ("", "OFF")
+    is_ended = preempts and "SUSPEND" not in mode
     kept = f"what was trained since the last periodic checkpoint (every {save_every} steps)"
     if save_every == 0:
         kept = "everything that was trained since the start: there are no periodic checkpoints (save_every is 0)"
-    if preempts and partition.grace_seconds == 0 and "SUSPEND" not in mode:
+    if is_ended and partition.grace_seconds == 0:
         findings.append(
             Finding(
                 loses=True,
@@ -63,12 +73,22 @@ def inspect(cluster: ClusterSettings, partition: Partition, *, save_every: int) 
                 remedy="ask for a GraceTime of a minute or more; until then save more often",
             )
         )
-    if cluster.kill_wait_seconds < 30:
+    if is_ended and save_seconds is not None and 0 < partition.grace_seconds < save_seconds:
         findings.append(
             Finding(
-                loses=False,
+                loses=True,
+                words=f"a job in the partition {partition.name} that is preempted has {partition.grace_seconds:.0f} s "
+                f"(GraceTime), and a save of this one was measured to take {save_seconds:.0f} s: {kept} may be lost",
+                remedy=f"ask for a GraceTime of {2 * save_seconds:.0f} s; until then save more often",
+            )
+        )
+    if cluster.kill_wait_seconds < (KILL_WAIT_SECONDS_MIN if save_seconds is None else save_seconds):
+        needed = "" if save_seconds is None else f"; a save of this one was measured to take {save_seconds:.0f} s"
+        findings.append(
+            Finding(
+                loses=save_seconds is not None,
                 words=f"a job that is cancelled or requeued by hand is killed {cluster.kill_wait_seconds:.0f} s later "
-                "(KillWait), whatever it is saving",
+                f"(KillWait), whatever it is saving{needed}",
                 remedy="end it by `orchestrator drain`, which saves first",
             )
         )
