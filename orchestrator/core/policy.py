@@ -13,6 +13,7 @@ from orchestrator.core.messages import RankExited, Verdict
 from orchestrator.errors import ExitCode
 
 GROWTH_SHARE = 0.25  # of the node-seconds that a restart costs, that new nodes wait before all restart for them
+THREATENED_TIMES = 4  # as many periodic saves while a node may go
 ARM_AHEAD_SECONDS = 1.0  # a periodic save is armed this long before its step, so that no rank has to wait for it
 
 
@@ -22,6 +23,11 @@ def periodic_step(*, last: int, every: int, until: int | None) -> int | None:
     if until is not None and last < until:
         return until if step is None else min(step, until)
     return step if until is None else None
+
+
+def steps_between(*, every: int, threatened: bool) -> int:
+    """How often to save: as the user says, or as many times as often while a node of the gang may go without notice."""
+    return max(every // THREATENED_TIMES, 1) if threatened and every > 0 else every
 
 
 def arm_now(*, step: int, highest: int, step_seconds: float, margin: int) -> bool:

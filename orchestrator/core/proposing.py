@@ -7,7 +7,7 @@ from dataclasses import replace
 from orchestrator.core import agreement, breaking, courses, hanging, settling, shards, straggling
 from orchestrator.core.commit import Save
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
-from orchestrator.core.policy import arm_now, periodic_step
+from orchestrator.core.policy import arm_now, periodic_step, steps_between
 from orchestrator.core.ranks import RankSet
 from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
@@ -169,7 +169,8 @@ def _propose_periodic(turn: Turn) -> None:
     if job.until is not None:
         reachable = min(reachable, job.until - 1)
     last = max(job.last_save_step, reachable)
-    step = periodic_step(last=last, every=job.spec.save_every_steps, until=job.until)
+    every = steps_between(every=job.spec.save_every_steps, threatened=_is_threatened(turn))
+    step = periodic_step(last=last, every=every, until=job.until)
     if step is None or job.highest_step >= step:
         return
     _note_skipped(turn, step)
@@ -178,8 +179,16 @@ def _propose_periodic(turn: Turn) -> None:
     final = step == job.until
     if not final and (job.ranks.busy or turn.now < job.save_not_before_seconds):
         return  # an upload may end in time; once the step is out of reach, it is noted as skipped
-    why = "the job's last step" if final else f"every {counted(job.spec.save_every_steps, 'step')}"
+    why = "the job's last step" if final else f"every {counted(every, 'step')}"
+    if every != job.spec.save_every_steps and not final:
+        why += ", as a node may go"
     _propose(turn, step, why, f"next save after step {job.last_save_step}")
+
+
+def _is_threatened(turn: Turn) -> bool:
+    """Whether a node of the gang may go, as a hint said."""
+    job = turn.job
+    return job.gang is not None and any(name in job.gang for name in job.hinted)
 
 
 def _note_skipped(turn: Turn, step: int) -> None:

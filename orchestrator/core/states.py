@@ -251,6 +251,8 @@ class Job(Changeable):
     """Where nodes stand, of those of which it is known; names are never given twice."""
     going: frozenset[str] = frozenset()
     """The nodes that a notice has named."""
+    hinted: frozenset[str] = frozenset()
+    """The nodes that may go, as a hint said."""
     condemned: frozenset[str] = frozenset()
     """The nodes that are only used again if there are too few others."""
     expected: frozenset[str] = frozenset()

@@ -73,13 +73,15 @@ class Turn:
     def _put_node(self, node: Node) -> None:
         job = self.job
         going = _with(job.going, node.name, node.going)
+        hinted = _with(job.hinted, node.name, bool(node.hints))
         condemned = _with(job.condemned, node.name, bool(node.condemned))
-        self.set(nodes={**job.nodes, node.name: node}, going=going, condemned=condemned)
+        self.set(nodes={**job.nodes, node.name: node}, going=going, hinted=hinted, condemned=condemned)
 
     def remove_node(self, name: str) -> None:
         """A node does not exist for the job any more."""
-        rest = {key: value for key, value in self.job.nodes.items() if key != name}
-        self.set(nodes=rest, going=self.job.going - {name}, condemned=self.job.condemned - {name})
+        job, gone = self.job, {name}
+        rest = {key: value for key, value in job.nodes.items() if key != name}
+        self.set(nodes=rest, going=job.going - gone, hinted=job.hinted - gone, condemned=job.condemned - gone)
 
     def lose_member(self, name: str) -> None:
         """A node of the gang is gone, with its ranks and its memory."""
