@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.cli import kubernetes
-from orchestrator.cli.client import SupervisorClient, this_user
+from orchestrator.cli.client import POLL_SECONDS, SupervisorClient, this_user
 from orchestrator.cli.kubernetes import Namespace
 from orchestrator.cli.terminal import say
 from orchestrator.core.wording import counted
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, RollbackError, SupervisorError
 
 if TYPE_CHECKING:
     from orchestrator.core.messages import CheckpointId
+    from orchestrator.storage.base import ObjectStore
     from orchestrator.supervisor.state_folder import StateFolder
 
 
@@ -33,11 +34,14 @@ def rollback(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Also if the job belongs to a run elsewhere; that one stops.")
     ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when a running job has gone back.")] = False,
+    timeout_seconds: Annotated[float, typer.Option(min=0, help="Longest wait with --wait (seconds).")] = 600.0,
     namespace: Namespace = None,
 ) -> None:
     """Go on from the checkpoint of STEP. What was trained after it is left behind, and is never resumed from again.
 
-    A running job does so at once, without a save. One that has ended does so when it is started again.
+    A running job does so at once, without a save. One that has ended does so when it is started again. Returns when the
+    request is accepted; a supervisor that dies before it has claimed the next generation forgets it.
     """
     from orchestrator.checkpoint.catalog import survey
     from orchestrator.checkpoint.rollback import left_behind, rollback_target
@@ -47,17 +51,23 @@ def rollback(
     if found is not None:
         if store is not None or take_over:
             raise ConfigError("--store and --take-over are for jobs that no TrainingJob stands for: its spec says both")
+        if wait:
+            raise ConfigError("--wait: the events of a TrainingJob say when it has gone back")
         found.request("rollback", step=step)
         say(f"accepted: the job {job!r} ends its generation and goes on from step {step}; its events say if it cannot")
         return
     state = _state_of(job, store)
-    catalog = survey(open_job(state.job_url, None))
+    objects = open_job(state.job_url, None)
+    catalog = survey(objects)
     left = left_behind(catalog, step)
     target = rollback_target(catalog, step)
     address = state.supervisor()
     if address is not None:
         SupervisorClient(address).request("rollback", step=step)
         say(f"accepted: the job {job!r} ends its generation and goes on from checkpoint {target}")
+        if wait:
+            _await_claim(objects, state, address.token, step, max(catalog.generations), timeout_seconds)
+            say(f"done: it goes on from checkpoint {target}")
     else:
         target = _claim(state, step, take_over=take_over)
         say(f"done: the next start of the job {job!r} goes on from checkpoint {target}")
@@ -70,6 +80,32 @@ def _state_of(job: str, store: str | None) -> StateFolder:
     from orchestrator.supervisor.state_folder import StateFolder, known_job
 
     return known_job(job) if store is None else StateFolder(job, job_url(plain_store_url(store), job))
+
+
+def _await_claim(
+    store: ObjectStore, state: StateFolder, token: str, step: int, highest: int, timeout_seconds: float
+) -> None:
+    """Until a generation above `highest` is claimed with the step.
+
+    Raises RollbackError if the supervisor with this token has ended without it, SupervisorError when the time is over.
+    """
+    from orchestrator.checkpoint.catalog import claimed
+    from orchestrator.checkpoint.generations import read_claim
+
+    until, seen = time.monotonic() + timeout_seconds, highest
+    while time.monotonic() < until:
+        address = state.supervisor()  # before the look: it may claim, and end
+        for number in sorted(number for number in claimed(store) if number > seen):
+            if read_claim(store, number).rollback_to == step:
+                return
+            seen = number
+        if address is None or address.token != token:
+            raise RollbackError(f"the job {state.job!r} has ended before it went back; give the same command again")
+        time.sleep(POLL_SECONDS)
+    raise SupervisorError(
+        f"the job {state.job!r} has not gone back within {timeout_seconds:g} s; `orchestrator status {state.job}` "
+        "shows what it waits for"
+    )
 
 
 def _claim(state: StateFolder, step: int, *, take_over: bool) -> CheckpointId:

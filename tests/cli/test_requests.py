@@ -20,12 +20,13 @@ from orchestrator.checkpoint.catalog import read_generations
 from orchestrator.checkpoint.generations import Claimant, open_generation
 from orchestrator.cli import client as client_module
 from orchestrator.cli.client import SupervisorClient
+from orchestrator.cli.rollback import _await_claim
 from orchestrator.cli.status import describe as status_table
 from orchestrator.cli.terminal import output
 from orchestrator.clock import SystemClock
 from orchestrator.core.messages import Finish, NodeJoined
 from orchestrator.core.states import JobSpec
-from orchestrator.errors import SupervisorError
+from orchestrator.errors import RollbackError, SupervisorError
 from orchestrator.schedulers.base import NodeInfo, OnLost
 from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
@@ -428,3 +429,29 @@ def test_rollback_asks_the_running_job(command: Command, tmp_path: Path) -> None
     assert asked.startswith("rollback by ")
     assert asked.endswith(", to step 10")
     assert set(read_generations(store)) == {1}  # the verb itself claims nothing
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_rollback_waits_for_the_claim(command: Command, tmp_path: Path, claims: bool) -> None:
+    folder = tmp_path / "store" / "small"
+    folder.mkdir(parents=True)
+    store = open_store(str(folder))
+    who = Claimant(job="small", owner="o", claimant="c", take_over=False)
+    open_generation(store, who, None, (), 1.0)
+    save(store, tmp_path, {"w": torch.ones(8)}, checkpoint=checkpoint_id(1, 10))
+    with RunningSupervisor(str(folder)):
+        if claims:
+            later = threading.Timer(1.0, open_generation, (store, who, 1, (), 1.0), {"rollback_to": 10})
+            later.start()
+        result = command("rollback", "small", "--to", "10", "--wait", "--timeout-seconds", "20" if claims else "0.5")
+    if claims:
+        later.join()
+    last = result.stderr.splitlines()[-2 if claims else -1]
+    assert (result.exit_code, last.partition(":")[0]) == ((0, "done") if claims else (1, "error"))
+    assert "goes on from checkpoint g00000001-s0000000010" in last or "has not gone back within 0.5 s" in last
+
+
+def test_rollback_says_that_the_supervisor_ended_before_it_went_back(tmp_path: Path) -> None:
+    store, state = open_store(str(tmp_path)), StateFolder("small", str(tmp_path))
+    with pytest.raises(RollbackError, match="has ended before it went back; give the same command again"):
+        _await_claim(store, state, "token", 10, 1, 20.0)
