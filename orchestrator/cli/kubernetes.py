@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,8 @@ Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Kubernetes: the namespace of the TrainingJob.")
 ]
 POLL_SECONDS = 0.5
+OLD_SECONDS, OLD_STEPS = 60.0, 10
+"""Figures of a running job that nothing has renewed for longer than both are called old."""
 REPLACE_TRIES = 5
 TEMPLATE_BYTES_MAX = 1 << 20
 LOCAL_ONLY = ("sbatch", "srun", "replacement_seconds", "staging")
@@ -297,6 +300,7 @@ def describe(one: Object) -> Any:
         ("job", f"{metadata.get('namespace')}/{metadata['name']}"),
         ("state", status.get("state", "not seen by a controller yet")),
         ("reason", status.get("reason")),
+        *_age(status),
         *((("an edit", "was not seen by a controller yet: is one running?"),) if unseen else ()),
         ("generation", status.get("generation")),
         ("world size", status.get("worldSize")),
@@ -309,6 +313,16 @@ def describe(one: Object) -> Any:
     columns = ("type", "status", "lastTransitionTime", "message")
     conditions = [tuple(one.get(column) for column in columns) for one in status.get("conditions") or []]
     return Group(facts(rows), table(("condition", "", "since", "why"), conditions))
+
+
+def _age(status: Object) -> tuple[tuple[str, str], ...]:
+    """A line that says so where the figures of a running job are old."""
+    if status.get("state") != "Running" or not status.get("observedAt"):
+        return ()
+    age_seconds = time.time() - datetime.fromisoformat(status["observedAt"]).timestamp()
+    if age_seconds < max(OLD_SECONDS, OLD_STEPS * float(status.get("stepSeconds") or 0.0)):
+        return ()
+    return (("these figures", f"are {age_seconds / 60:.0f} min old: no step since then, or no controller is there"),)
 
 
 def _ask(request: Any, client: KubernetesClient) -> Any:

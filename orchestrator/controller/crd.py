@@ -230,10 +230,15 @@ _STATUS: Object = {
     "description": "What the controller says of the job.",
     "properties": {
         "observedGeneration": {"type": "integer", "format": "int64", "description": "Of the spec that it speaks of."},
-        "state": _text("Pending, Running, Saving, Suspended, Done, Failed, Cancelled or Invalid."),
+        "state": _text("Pending, Running, Restarting, Saving, Suspended, Done, Failed, Cancelled or Invalid."),
+        "observedAt": _text("When this was seen, of a job that runs: the figures are of then.", format="date-time"),
         "reason": _text("Why it is in this state, in words."),
         "exitCode": {"type": "integer", "description": "Of a job that has ended, as of `orchestrator run`."},
-        "endedGeneration": {"type": "integer", "format": "int64", "description": "Of the spec with which it ended."},
+        "endedGeneration": {
+            "type": "integer",
+            "format": "int64",
+            "description": "Of the spec with which it ended; 0: of an earlier one.",
+        },
         "run": _text("Names the present run: the label of its pods, and its Secret."),
         "generation": {"type": "integer", "format": "int64", "description": "Of the gang: each forming has its own."},
         "step": {"type": "integer", "format": "int64", "description": "The highest completed step."},

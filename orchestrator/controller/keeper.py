@@ -61,6 +61,7 @@ from orchestrator.telemetry import Sink
 
 LOOK_SECONDS = 2.0
 """Between two looks at a job that nobody has touched: its step, its pace."""
+FIGURES = {"step", "progress", "eta", "goodput", "stepSeconds", "committedAt", "newestCheckpoint"}
 STATUS_SECONDS = 5.0
 """Between two writings of a status in which only figures have changed."""
 MEND_SECONDS = 30.0
@@ -428,6 +429,7 @@ class JobKeeper:
             reason=finish.reason,
             exit_code=finish.exit_code,
             edited=int(metadata.get("generation") or 1),
+            has_spec=not differs(spec, host.run.spec),
             now_wall=self._around.clock.wall(),
         )
         self._posted.post("Normal" if state in ("Done", "Suspended", "Pending") else "Warning", state, finish.reason)
@@ -500,11 +502,10 @@ class JobKeeper:
             await self._patch_status(status)
 
     def _is_news(self, before: Mapping[str, Any], status: Object) -> bool:
-        if status == before:
+        changed = {name for name in {*before, *status} if before.get(name) != status.get(name)} - {"observedAt"}
+        if not changed:
             return False
-        figures = ("step", "progress", "eta", "goodput", "stepSeconds", "committedAt", "newestCheckpoint")
-        told = {name: value for name, value in status.items() if name not in figures}
-        if told != {name: value for name, value in before.items() if name not in figures}:
+        if changed - FIGURES:
             return True
         return self._around.clock.monotonic() - self._written_seconds >= STATUS_SECONDS
 

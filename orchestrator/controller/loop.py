@@ -182,8 +182,12 @@ class Controller:
             await asyncio.sleep(FAILED_SECONDS)
 
     def _forget(self, uid: str) -> None:
-        self._keepers.pop(uid, None)
+        keeper = self._keepers.pop(uid, None)
         self._tasks.pop(uid, None)
+        if keeper is None or self._around is None:
+            return
+        if all(keeper.key != other.key for other in self._keepers.values()):  # else it was made anew already
+            self._around.port.forget(keeper.key)
 
     def _on_pod(self, found: Object, gone: bool) -> None:
         namespace, _ = key_of(found)

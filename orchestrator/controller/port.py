@@ -60,6 +60,10 @@ class ControllerPort:
         """Where one job's supervisor is reached; open from its `start` to its `stop`."""
         return JobPort(self, key, url, supervisor, token)
 
+    def forget(self, key: Key) -> None:
+        """The job does not exist any more: nothing is counted of it."""
+        self.metrics.forget("/".join(key))
+
     def open(self, key: Key, job: JobPort) -> None:
         """From now on the job is answered."""
         self._jobs[key] = job

@@ -22,6 +22,8 @@ from orchestrator.schedulers.kubernetes.pods import Pod
 LIVE_FIELDS = ("nodesMax", "suspend", "cancel", "takeOver")
 """Of the spec: what takes effect at once. All else waits for the next run."""
 ENDED = ("Done", "Failed", "Cancelled")
+OTHER_SPEC = 0
+"""As `endedGeneration`: an edit had been waiting for the next run. A failed job is started again with it."""
 RESTART_SECONDS_FIRST = 5.0
 RESTART_SECONDS_MAX = 300.0
 
@@ -212,6 +214,7 @@ def running_status(
     """The status of a job that is hosted."""
     said, conditions = running.supervisor, Conditions(before, edited, now_wall)
     phase = str(said["phase"])
+    state = PHASES.get(phase, "Pending")
     pods = _pods_condition(running)
     training = phase == "running"
     reason = str(pods[2]) if pods[0] == "False" and not training else _training_words(said)
@@ -231,7 +234,8 @@ def running_status(
     status: Object = {
         **{name: before[name] for name in ("startedStep", "stagingBytes", "newestCheckpoint") if name in before},
         "observedGeneration": edited,
-        "state": PHASES.get(phase, "Pending"),
+        "observedAt": iso(now_wall),
+        "state": "Restarting" if state == "Pending" and "startedStep" in before else state,
         "reason": reason,
         "run": running.run,
         "selector": selector_of(job),
@@ -317,9 +321,16 @@ def _pods_condition(running: Running) -> tuple[str, str, str]:
 
 
 def ended_status(
-    before: Mapping[str, Any], *, state: str, reason: str, exit_code: int, edited: int, now_wall: float
+    before: Mapping[str, Any],
+    *,
+    state: str,
+    reason: str,
+    exit_code: int,
+    edited: int,
+    has_spec: bool,
+    now_wall: float,
 ) -> Object:
-    """The status after a run has ended."""
+    """The status after a run has ended. `has_spec`: it had the spec as it is now, but for what takes effect at once."""
     conditions = Conditions(before, edited, now_wall)
     conditions.put("Training", "False", state, reason)
     conditions.put("PodsReady", "False", "GivenBack", "no pod is needed")
@@ -327,11 +338,11 @@ def ended_status(
         conditions.put("Complete", "True", "Done", reason)
     if state == "Failed":
         conditions.put("Failed", "True", "Fenced" if exit_code == ExitCode.FENCED else "Failed", reason)
-    gone = ("worldSize", "nodes", "eta", "generation", "run")
+    gone = ("worldSize", "nodes", "eta", "generation", "run", "observedAt")
     return {
         **{name: value for name, value in before.items() if name not in gone},
         "observedGeneration": edited,
-        "endedGeneration": edited,
+        "endedGeneration": edited if has_spec or state != "Failed" else OTHER_SPEC,
         "state": state,
         "reason": reason,
         "exitCode": exit_code,

@@ -51,12 +51,20 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._counted: set[tuple[str, str]] = set()
         self._events = Counter("orchestrator_events", "Events by kind", ["job", "kind"], registry=self._registry)
         self._gauges = {name: Gauge(name, what, ["job"], registry=self._registry) for name, (what, _) in GAUGES.items()}
 
     def count(self, job: str, kind: str) -> None:
         """Count an event."""
+        self._counted.add((job, kind))
         self._events.labels(job, kind).inc()
+
+    def forget(self, job: str) -> None:
+        """A job that does not exist any more: its counters go."""
+        for one in [one for one in self._counted if one[0] == job]:
+            self._counted.remove(one)
+            self._events.remove(*one)
 
     def text(self, *statuses: Status) -> bytes:
         """All of them in Prometheus' format, as the jobs are now; one that is not named any more has no gauges."""

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from orchestrator.cli import kubernetes
+from orchestrator.cli.terminal import output
 from orchestrator.errors import KubernetesError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient
 
@@ -157,3 +159,22 @@ def test_what_is_wrong_is_one_sentence(
     (line,) = done.stderr.splitlines()
     assert problem in line
     assert line.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("state", "age_seconds", "step_seconds", "told"),
+    [
+        ("Running", 300, 1.0, True),
+        ("Running", 30, 1.0, False),
+        ("Running", 300, 60.0, False),
+        ("Done", 300, 1.0, False),
+    ],
+)
+def test_old_figures_of_a_running_job_are_told(
+    state: str, age_seconds: int, step_seconds: float, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No controller is there: the job trains on, and nobody writes how far it is."""
+    seen = datetime.now(UTC) - timedelta(seconds=age_seconds)
+    status = {"state": state, "step": 7, "stepSeconds": step_seconds, "observedAt": seen.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    output().print(kubernetes.describe({"metadata": {"name": "small"}, "status": status}))
+    assert ("are 5 min old: no step since then" in capsys.readouterr().out) is told

@@ -13,9 +13,11 @@ import pytest
 from orchestrator.controller.crd import definition
 from orchestrator.controller.lease import LeaderLease
 from orchestrator.controller.loop import Controller, ControllerSettings
+from orchestrator.controller.port import ControllerPort
 from orchestrator.schedulers.kubernetes.client import connect
-from orchestrator.schedulers.kubernetes.watching import path_of
+from orchestrator.schedulers.kubernetes.watching import Key, path_of
 from orchestrator.storage.opening import job_url
+from orchestrator.supervisor.metrics import Metrics
 from tests.controller.keeper_scene import TEMPLATE
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.servers import bare_cluster
@@ -105,3 +107,31 @@ async def test_a_namespace_that_cannot_be_seen_keeps_no_others_from_being_looked
     assert "(403)" in said
     assert count(cluster, "POST", path_of("pods", "other")) == 0
     await stop(task)
+
+
+async def test_nothing_is_counted_of_a_job_that_does_not_exist_any_more(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[Key] = []
+    monkeypatch.setattr(ControllerPort, "forget", lambda _, key: forgotten.append(key))
+    for name in ("small", "other"):
+        await create(cluster, "default", name)
+    task = controller("default")
+    await until(lambda: count(cluster, "POST", path_of("pods", "default")) == 2, "a pod of each")
+    await asyncio.to_thread(cluster.request, "DELETE", path_of("trainingjobs", "default", "small"))
+    await until(lambda: forgotten, "it is gone")
+    assert forgotten == [("default", "small")]
+    await stop(task)
+
+
+def test_the_counters_of_one_job_go() -> None:
+    metrics = Metrics()
+    for job, kind in (("a/x", "committed"), ("a/x", "node lost"), ("a/xx", "committed")):
+        metrics.count(job, kind)
+    metrics.forget("a/x")
+    metrics.forget("never/seen")
+    text = metrics.text().decode()
+    assert 'job="a/xx"' in text
+    assert 'job="a/x"' not in text
+    metrics.count("a/x", "committed")
+    assert 'orchestrator_events_total{job="a/x",kind="committed"} 1.0' in metrics.text().decode()

@@ -250,6 +250,11 @@ def test_states(phase: str, state: str) -> None:
     assert status_of(running({"phase": phase}))["state"] == state
 
 
+@pytest.mark.parametrize("phase", ["gathering", "opening", "starting"])
+def test_one_that_has_trained_restarts(phase: str) -> None:
+    assert status_of(running({"phase": phase}), {"startedStep": 0})["state"] == "Restarting"
+
+
 def test_the_step_does_not_fall_while_a_gang_forms_anew() -> None:
     before = status_of(running())
     assert status_of(running({"phase": "starting", "step": 0}), before)["step"] == 120
@@ -320,10 +325,11 @@ def test_a_transition_time_changes_with_the_conditions_status_only() -> None:
 
 
 def test_a_status_that_is_computed_again_is_the_same() -> None:
-    """Else each look would be a write."""
+    """Else each look would be a write; but for when it was seen, which alone is no reason for one."""
     first = status_of(running())
     again = status_of(running({"commit_age_seconds": 21.2}), first, NOW + 1)
-    assert {**again, "goodput": None} == {**first, "goodput": None}
+    assert again["observedAt"] == iso(NOW + 1)
+    assert {**again, "goodput": None, "observedAt": None} == {**first, "goodput": None, "observedAt": None}
 
 
 def test_hangs_and_those_that_go_are_told() -> None:
@@ -352,22 +358,33 @@ def test_the_step_that_a_run_began_at() -> None:
 
 def test_what_is_left_of_a_status_after_the_end() -> None:
     before = status_of(running())
-    status = ended_status(before, state="Done", reason="all is done", exit_code=0, edited=3, now_wall=NOW + 5)
+    status = ended_status(
+        before, state="Done", reason="all is done", exit_code=0, edited=3, has_spec=True, now_wall=NOW + 5
+    )
     assert (status["state"], status["exitCode"], status["endedGeneration"]) == ("Done", 0, 3)
     assert (status["nodes"], status["worldSize"]) == (0, 0)
-    assert not status.keys() & {"run", "eta", "generation"}
+    assert not status.keys() & {"run", "eta", "generation", "observedAt"}
     assert status["newestCheckpoint"] == before["newestCheckpoint"]
     assert condition(status, "Complete")["status"] == "True"
     assert condition(status, "Training")["status"] == "False"
-    failed = ended_status(before, state="Failed", reason="fenced", exit_code=3, edited=3, now_wall=NOW)
+    failed = ended_status(before, state="Failed", reason="fenced", exit_code=3, edited=3, has_spec=True, now_wall=NOW)
     assert condition(failed, "Failed")["reason"] == "Fenced"
 
 
 def test_a_job_that_goes_on_after_its_end_has_not_ended_any_more() -> None:
-    done = ended_status({}, state="Failed", reason="broken", exit_code=1, edited=3, now_wall=NOW)
+    done = ended_status({}, state="Failed", reason="broken", exit_code=1, edited=3, has_spec=True, now_wall=NOW)
     again = status_of(running(), done, NOW + 5)
     assert condition(again, "Failed")["status"] == "False"
     assert not again.keys() & {"exitCode", "endedGeneration"}
+
+
+@pytest.mark.parametrize(("state", "act"), [("Failed", Act.HOST), ("Cancelled", Act.NOTHING), ("Done", Act.NOTHING)])
+def test_an_edit_that_waited_for_the_next_run_starts_a_failed_job_again(state: str, act: Act) -> None:
+    """It was made while the run that has failed still trained: it counts as made after the end."""
+    status = ended_status({}, state=state, reason="it", exit_code=1, edited=3, has_spec=False, now_wall=NOW)
+    assert reconcile(at_rest(status=status)).act is act
+    again = ended_status(status, state=state, reason="it", exit_code=1, edited=3, has_spec=True, now_wall=NOW)
+    assert reconcile(at_rest(status=again)).act is Act.NOTHING
 
 
 def test_resting_states() -> None:
