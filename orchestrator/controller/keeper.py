@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.clock import Clock
+from orchestrator.controller.belongings import Belongings
 from orchestrator.controller.crd import (
     FINALIZER,
     NAME_PATTERN,
@@ -22,26 +23,21 @@ from orchestrator.controller.crd import (
     ROLLBACK_ANNOTATION,
     TrainingJobSpec,
     read_spec,
-    selector_of,
 )
 from orchestrator.controller.events import EventPoster
-from orchestrator.controller.objects import render_disruption_budget, render_service
 from orchestrator.controller.port import ControllerPort
 from orchestrator.controller.reconcile import (
     Act,
     Decision,
     Hosted,
-    Running,
     Seen,
     differs,
-    ended_status,
     may_take_over,
     reconcile,
     restart_seconds,
-    resting_status,
-    running_status,
     state_after,
 )
+from orchestrator.controller.status import Running, ended_status, resting_status, running_status
 from orchestrator.core.messages import Finish
 from orchestrator.core.states import Phase
 from orchestrator.errors import ConfigError, KubernetesError, OrchestratorError
@@ -53,7 +49,6 @@ from orchestrator.supervisor.kubernetes_job import (
     Run,
     new_run,
     read_run,
-    render_secret,
     run_to_go_on_with,
     works,
 )
@@ -64,10 +59,6 @@ LOOK_SECONDS = 2.0
 FIGURES = {"step", "progress", "eta", "goodput", "stepSeconds", "committedAt", "newestCheckpoint"}
 STATUS_SECONDS = 5.0
 """Between two writings of a status in which only figures have changed."""
-MEND_SECONDS = 30.0
-"""Between two looks at whether all is there that pods need to start."""
-UNSEEN_SECONDS = 10.0
-"""After which a pod that was made and that the watch does not tell of is asked for."""
 PAUSE_SECONDS_MAX = 60.0
 
 
@@ -117,12 +108,8 @@ class JobKeeper:
         self._unwritten: Object | None = None
         """How the last run has ended, while that does not stand in the object yet."""
         self._written_seconds = 0.0
-        self._incomplete = False
-        """Service or budget are not its own yet."""
-        self._mend_at_seconds = 0.0
-        self._unseen: dict[str, float] = {}
-        """Pods that are counted on and that the watch has not told of, since when."""
         self._posted = EventPoster(around.client, found)
+        self._belongings = Belongings(around.client, around.clock, self.owner, self._say)
 
     # ------------------------------------------------------------------------------------------ what is seen
 
@@ -255,7 +242,7 @@ class JobKeeper:
             case Act.ROLL_BACK if host is not None:
                 await self._roll_back(host, decision)
             case Act.CLEAR:
-                await self._delete_pods(self._pods(), keep=None)
+                await self._belongings.delete_pods(self._pods(), keep=None)
             case Act.LET_GO:
                 await self._let_go()
             case _:
@@ -265,28 +252,28 @@ class JobKeeper:
 
     async def _start(self, spec: TrainingJobSpec | None, reason: str) -> None:
         """Go on with a run whose pods live, or begin one."""
-        client, owner = self._around.client, self.owner
+        belongings = self._belongings
         await self._add_finalizer()
-        secrets = path_of("secrets", owner.namespace)
-        found, _ = await asyncio.to_thread(client.list, secrets, selector_of(owner.name))
-        own = [one for one in found if _owned_by(one, owner.uid)]
-        known = [run for run in map(read_run, own) if run is not None]
+        secrets = await belongings.secrets()
+        known = [run for run in map(read_run, secrets) if run is not None]
         runs = [run for run in known if run.finds(self._url, self._around.certificate) and _is_understood(run)]
         pods = self._pods()
         run = run_to_go_on_with(runs, self._unended())
         if run is None and (spec is None or self._object["metadata"].get("deletionTimestamp") is not None):
-            await self._delete_pods(pods, keep=None)  # nobody knows what they were told, and nothing shall begin
+            await belongings.delete_pods(pods, keep=None)  # nobody knows what they were told, and nothing shall begin
             return
-        await self._remove_others(own, pods, run)  # first: a Secret that cannot be removed is not followed by more
+        await belongings.remove_others(
+            secrets, pods, run
+        )  # first: a Secret that cannot be removed is not followed by more
         if run is None:
             spec, _ = self._read_spec()  # as it is by now: settings and spec of a run are of one moment
             if spec is None:
                 return
             run = self._new_run(spec)
-            await asyncio.to_thread(client.create, secrets, render_secret(run, owner))
+            await belongings.create_secret(run)
         else:
             reason = f"{reason}; the run {run.name} is gone on with"
-        await self._make_surroundings(run)
+        await belongings.make_surroundings(run)
         self._host = self._host_run(run, self._pods())  # as they are by now: what has ended meanwhile, nobody tells
         self._posted.post("Normal", "Started", reason)
 
@@ -338,73 +325,16 @@ class JobKeeper:
             grace_seconds=spec.grace_seconds,
         )
 
-    async def _remove_others(self, own: list[Object], pods: list[Object], run: Run | None) -> None:
-        """Runs that are over: what their agents were told is of no use, and their pods go, with their output."""
-        for secret in own:
-            name = secret["metadata"]["name"]
-            if run is None or name != run.secret:
-                path = path_of("secrets", self.owner.namespace, name)
-                await asyncio.to_thread(self._around.client.delete, path)
-        await self._delete_pods(pods, keep=None if run is None else run.name)
-
-    async def _delete_pods(self, pods: list[Object], *, keep: str | None) -> None:
-        for pod in map(read_pod, pods):
-            if pod.run != keep and not pod.deleting:
-                path = path_of("pods", self.owner.namespace, pod.name)
-                await asyncio.to_thread(self._around.client.delete, path, uid=pod.uid)
-
     async def _mend(self, host: _Host) -> None:
         """What another controller's last request has still made goes; what is missing around the pods is made again."""
-        await self._delete_pods(self._pods(), keep=host.run.name)
-        await self._look_for_unseen(host)
-        starting = any(pod.host for pod in host.job.allocation.waiting())
-        now = self._around.clock.monotonic()
-        if host.ending or not (starting or self._incomplete) or now < self._mend_at_seconds:
-            return
-        secrets = path_of("secrets", self.owner.namespace)
-        try:
-            await asyncio.to_thread(self._around.client.create, secrets, render_secret(host.run, self.owner))
-            self._say(f"the Secret {host.run.secret} was missing, and is made again")
-        except KubernetesError as error:
-            if error.status != 409:
-                raise
-        await self._make_surroundings(host.run)
-
-    async def _look_for_unseen(self, host: _Host) -> None:
-        """A pod that was made and gone while the watch was blind: nobody tells of its end, so it is asked for."""
+        await self._belongings.delete_pods(self._pods(), keep=host.run.name)
         seen = {read_pod(pod).name for pod in self._pods()}
-        names = {node.node for node in host.job.allocation.nodes()} - seen
-        now = self._around.clock.monotonic()
-        self._unseen = {name: self._unseen.get(name, now) for name in names}
-        if not any(now - since >= UNSEEN_SECONDS for since in self._unseen.values()):
-            return
-        path = path_of("pods", self.owner.namespace)
-        found, _ = await asyncio.to_thread(self._around.client.list, path, selector_of(self.owner.name))
-        there = {read_pod(pod).name for pod in found}
-        for name in names - there:
+        counted_on = {node.node for node in host.job.allocation.nodes()}
+        for name in await self._belongings.missing(counted_on, seen):
             host.job.on_pod({"metadata": {"name": name, "labels": {RUN_LABEL: host.run.name}}}, True)
-        self._unseen = {}
-
-    async def _make_surroundings(self, run: Run) -> None:
-        """Service and budget. Of a TrainingJob that was deleted they are about to go: they are made when they have."""
-        spec = read_spec(run.spec)
-        self._mend_at_seconds = self._around.clock.monotonic() + MEND_SECONDS
-        self._incomplete = False
-        for plural, body in (
-            ("services", render_service(self.owner)),
-            ("poddisruptionbudgets", render_disruption_budget(self.owner, spec.nodes_min)),
-        ):
-            path = path_of(plural, self.owner.namespace, self.owner.name)
-            try:
-                known = await asyncio.to_thread(self._around.client.find, path)
-                if known is None:
-                    await asyncio.to_thread(self._around.client.create, path_of(plural, self.owner.namespace), body)
-                elif not _owned_by(known, self.owner.uid):
-                    self._incomplete = True
-                elif plural == "poddisruptionbudgets" and known.get("spec") != body["spec"]:
-                    await asyncio.to_thread(self._around.client.patch, path, {"spec": body["spec"]})
-            except KubernetesError as error:  # the job runs without it
-                self._say(str(error))
+        if not host.ending:
+            pods_start = any(pod.host for pod in host.job.allocation.waiting())
+            await self._belongings.mend(host.run, pods_start=pods_start)
 
     def _on_end(self, host: _Host) -> None:
         """A run has ended: by itself, or by a fault of ours."""
@@ -554,8 +484,3 @@ def _older(one: Object, other: Object) -> bool:
     """Whether a version is older; versions are opaque, but where both are numbers they rise."""
     versions = [str(found["metadata"].get("resourceVersion", "")) for found in (one, other)]
     return all(version.isdecimal() for version in versions) and int(versions[0]) < int(versions[1])
-
-
-def _owned_by(found: Object, uid: str) -> bool:
-    owners = (found.get("metadata") or {}).get("ownerReferences") or []
-    return any(owner.get("uid") == uid for owner in owners)

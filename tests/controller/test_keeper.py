@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.controller import belongings
 from orchestrator.controller import keeper as keeper_module
 from orchestrator.controller.crd import ROLLBACK_ANNOTATION
 from orchestrator.controller.objects import render_service
@@ -101,7 +102,7 @@ async def test_secrets_that_cannot_be_removed_are_not_followed_by_more(scene: Ke
 
 async def test_what_pods_need_to_start_is_made_again(scene: KeeperScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody deletes the run's Secret, the Service and the budget: replacements could never start."""
-    monkeypatch.setattr(keeper_module, "MEND_SECONDS", 0.2)
+    monkeypatch.setattr(belongings, "MEND_SECONDS", 0.2)
     await scene.begin()
     await scene.until(scene.runs, "a pod")
     (secret,) = await scene.secrets()
@@ -125,7 +126,7 @@ async def test_a_service_of_a_job_that_was_deleted_is_made_again_when_it_has_gon
     scene: KeeperScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job of the same name is made before the collector has come by."""
-    monkeypatch.setattr(keeper_module, "MEND_SECONDS", 0.1)
+    monkeypatch.setattr(belongings, "MEND_SECONDS", 0.1)
     path = path_of("services", "default", JOB)
     stale = render_service(Owner(namespace="default", name=JOB, uid="of-another"))
     assert (await scene.ask("POST", path.rpartition("/")[0], stale))[0] == 201
@@ -271,7 +272,7 @@ async def test_a_pod_that_was_made_and_gone_unseen_is_not_waited_for(
     scene: KeeperScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch was broken for longer than the server remembers. One that is there, unseen, is not taken for lost."""
-    monkeypatch.setattr(keeper_module, "UNSEEN_SECONDS", 0.3)
+    monkeypatch.setattr(belongings, "UNSEEN_SECONDS", 0.3)
     scene.blind = True
     await scene.begin(nodesMax=2)
     await scene.until(lambda: len(scene.runs()) == 1 and len(scene.pods.objects) == 2, "two pods")

@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.controller.crd import TrainingJobSpec, read_spec
 from orchestrator.controller.keeper import spec_now
-from orchestrator.controller.reconcile import Running, may_take_over, running_status
+from orchestrator.controller.reconcile import may_take_over
+from orchestrator.controller.status import Running, running_status
 from orchestrator.schedulers.kubernetes.allocation import ended_quickly, pause_seconds
 from orchestrator.schedulers.kubernetes.pods import Owner, read_pod, wall_seconds
 from orchestrator.supervisor.kubernetes_job import new_run, read_run, render_secret
