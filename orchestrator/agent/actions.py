@@ -12,13 +12,16 @@ from collections.abc import Callable
 
 from orchestrator.agent.settings import AgentSettings
 from orchestrator.checkpoint import generations, save
+from orchestrator.checkpoint.catalog import survey
 from orchestrator.checkpoint.quarantine import second_reading, set_aside
 from orchestrator.checkpoint.retention import Keep
+from orchestrator.checkpoint.rollback import rollback_target
 from orchestrator.checkpoint.sweeping import Sweeper
 from orchestrator.clock import Clock
 from orchestrator.core.messages import (
     Abandon,
     CheckpointId,
+    CheckRollback,
     Commit,
     EndRecorded,
     GenerationOpened,
@@ -30,6 +33,7 @@ from orchestrator.core.messages import (
     ReadAgain,
     RecordEnd,
     Refusal,
+    RollbackChecked,
     SecondReading,
     Superseded,
     Sweep,
@@ -150,6 +154,16 @@ class StoreActions:
             unfinished=done.unfinished,
             freed_bytes=done.freed_bytes,
         )
+
+    async def check_rollback(self, action: CheckRollback) -> RollbackChecked:
+        """Whether there is a checkpoint of the step that can be gone back to."""
+        problem = None
+        try:
+            catalog = await asyncio.to_thread(survey, self._store)
+            rollback_target(catalog, action.step)
+        except OrchestratorError as error:
+            problem = str(error)
+        return RollbackChecked(node=self._settings.node, step=action.step, problem=problem)
 
     async def second_reading(self, action: ReadAgain) -> SecondReading:
         """Read a checkpoint that another node could not read. It is set aside only if it is bad here as well."""

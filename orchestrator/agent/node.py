@@ -43,6 +43,7 @@ from orchestrator.checkpoint.staging_folder import make_locked, make_private, re
 from orchestrator.core.messages import (
     Abandon,
     CheckpointId,
+    CheckRollback,
     Commit,
     Decide,
     EndWorkers,
@@ -331,6 +332,8 @@ class Agent:
                 self._spawn(self._hand_overs.take(action))
             case Sweep():
                 self._spawn(self._report_and_look(self._actions.sweep(action), action.generation))
+            case CheckRollback():
+                self._spawn(self._report(self._actions.check_rollback(action)))
             case ReadAgain():
                 self._spawn(self._report(self._actions.second_reading(action)))
             case RecordEnd():

@@ -79,7 +79,9 @@ def finish(turn: Turn, exit_code: int, reason: str) -> None:
     for name in list(turn.job.nodes):
         turn.do(ReleaseNode(node=name, reason="the job is over"))
     turn.set(nodes={})
-    if turn.job.rollback_to is not None:
-        turn.note(NOT_ROLLED_BACK, f"the job ends before it has gone back to step {turn.job.rollback_to}; ask again")
+    check = turn.job.rollback_check
+    step = turn.job.rollback_to if check is None else check.step
+    if step is not None:
+        turn.note(NOT_ROLLED_BACK, f"the job ends before it has gone back to step {step}; ask again")
     turn.note("ended", reason, facts=turn.facts(exit_code=exit_code))
     turn.do(Finish(exit_code=exit_code, reason=reason))

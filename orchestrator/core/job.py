@@ -27,6 +27,7 @@ from orchestrator.core import (
     overdue,
     proposing,
     returning,
+    rollback,
     settling,
     shards,
     suspects,
@@ -59,6 +60,7 @@ from orchestrator.core.messages import (
     RankPlanned,
     Refused,
     Requested,
+    RollbackChecked,
     SaveAsked,
     SecondReading,
     Staged,
@@ -153,6 +155,8 @@ def _dispatch(turn: Turn, event: Event) -> None:  # noqa: PLR0912, PLR0915 (one 
             finishing.on_end_recorded(turn, event)
         case Swept():
             sweeping.on_swept(turn, event)
+        case RollbackChecked():
+            rollback.on_checked(turn, event)
         case SecondReading():
             suspects.on_second_reading(turn, event)
         case Superseded():
@@ -179,6 +183,8 @@ def _on_tick(turn: Turn) -> None:
         breaking.limit_leaving(turn)
     if job.phase is Phase.ENDING:
         finishing.limit_recording(turn)
+    rollback.limit_checking(turn)
+    job = turn.job
     if job.phase in (Phase.RUNNING, Phase.LEAVING, Phase.CLEARING):
         handovers.ask(turn)
         shards.move_saves(turn)

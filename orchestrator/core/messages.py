@@ -475,6 +475,15 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackChecked:
+    """Whether the job can go back to a step, as the store is now; `problem`: why not."""
+
+    node: str
+    step: int
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SecondReading:
     """A second node has read a checkpoint that another one could not read.
 
@@ -550,6 +559,7 @@ Event = (
     | RankExited
     | EndRecorded
     | Swept
+    | RollbackChecked
     | SecondReading
     | Superseded
     | Requested
@@ -730,6 +740,14 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRollback:
+    """Look whether there is a committed checkpoint of this step that can be gone back to. Nothing is written."""
+
+    node: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAgain:
     """Read what another node could not read, `first` in its words; set it aside if it is bad here, too."""
 
@@ -785,6 +803,7 @@ Action = (
     | Abandon
     | Settled
     | Sweep
+    | CheckRollback
     | ReadAgain
     | RecordEnd
     | Note

@@ -1,30 +1,64 @@
 """A person wants to go on from an older checkpoint: the generation ends at once, the next one's claim says so. Pure.
 
-The claim bounds every earlier generation for ever, uploads that end late included. See `core.states`.
+While a gang trains, one of its nodes looks first whether there is such a checkpoint: a wrong number costs nothing. The
+claim bounds every earlier generation for ever, uploads that end late included. See `core.states`.
 """
 
 from __future__ import annotations
 
 from orchestrator.core import breaking
 from orchestrator.core.finishing import NOT_ROLLED_BACK
-from orchestrator.core.messages import GenerationOpened, GenerationRefused, Requested
-from orchestrator.core.states import Trigger
+from orchestrator.core.messages import CheckRollback, GenerationOpened, GenerationRefused, Requested, RollbackChecked
+from orchestrator.core.states import RollbackCheck, Trigger
 from orchestrator.core.turn import Turn
 
+CHECKED_WITHIN_SECONDS = 60.0
+"""Without an answer by then the job goes back unchecked: who opens the next generation looks as well."""
 SWEPT_WITHIN_SECONDS = 60.0
 """A sweep that has not ended by then is not waited for any longer."""
 
 
 def ask(turn: Turn, event: Requested) -> None:
+    """A request that comes while another one is looked into takes its place."""
+    assert event.step is not None
+    node = next((name for name in turn.gang_nodes() if name not in turn.job.going), None)
+    if turn.job.ending is not None or turn.job.phase not in breaking.ACTIVE or node is None:
+        _go_back(turn, event.step, event.by)
+        return
+    turn.set(rollback_check=RollbackCheck(step=event.step, by=event.by, node=node, since_seconds=turn.now))
+    turn.do(CheckRollback(node=node, step=event.step))
+
+
+def on_checked(turn: Turn, event: RollbackChecked) -> None:
+    """Whether there is a checkpoint to go back to."""
+    check = turn.job.rollback_check
+    if check is None or (check.node, check.step) != (event.node, event.step):
+        return
+    turn.set(rollback_check=None)
+    if event.problem is None:
+        _go_back(turn, check.step, check.by)
+    else:
+        turn.note(NOT_ROLLED_BACK, f"{event.problem}; the job trains on", node=event.node)
+
+
+def limit_checking(turn: Turn) -> None:
+    """A node that is lost, or does not answer, holds nothing up."""
+    job, check = turn.job, turn.job.rollback_check
+    if check is None or (check.node in job.nodes and turn.now - check.since_seconds <= CHECKED_WITHIN_SECONDS):
+        return
+    turn.set(rollback_check=None)
+    _go_back(turn, check.step, check.by)
+
+
+def _go_back(turn: Turn, step: int, by: str) -> None:
     """Nothing is saved: what has been trained since then is not wanted."""
     job = turn.job
-    assert event.step is not None
     if job.ending is not None:
         turn.note(NOT_ROLLED_BACK, f"the job is ending: {job.ending.reason}; ask again once it has ended")
         return
-    avoid = tuple(checkpoint for checkpoint in job.avoid if checkpoint.step != event.step)
-    turn.set(rollback_to=event.step, avoid=avoid, attempts=(), barren=0, retry_at_seconds=turn.now)
-    breaking.break_gang(turn, f"rolled back to step {event.step} by {event.by}")
+    avoid = tuple(checkpoint for checkpoint in job.avoid if checkpoint.step != step)
+    turn.set(rollback_to=step, avoid=avoid, attempts=(), barren=0, retry_at_seconds=turn.now)
+    breaking.break_gang(turn, f"rolled back to step {step} by {by}")
 
 
 def has_to_wait(turn: Turn) -> bool:

@@ -215,6 +215,16 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackCheck:
+    """A step that a person wants to go back to, while a node looks whether that can be."""
+
+    step: int
+    by: str
+    node: str
+    since_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossTrouble:
     """The ranks' loss is not finite or has spiked, as the first of them told it."""
 
@@ -274,6 +284,8 @@ class Job(Changeable):
     base: CheckpointId | None = None
     avoid: tuple[CheckpointId, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    rollback_check: RollbackCheck | None = None
+    """A person has asked to go back, and a node looks whether that can be."""
     rollback_to: int | None = None
     """The next generation shall go on from this step, as a person asked."""
     ranks: Ranks = NO_RANKS

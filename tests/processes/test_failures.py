@@ -264,10 +264,15 @@ async def test_running_statistics_are_saved_by_rank_0_though_its_node_goes(
 async def test_rollback_of_a_running_job(
     tmp_path: Path, staging: str, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The generation ends without a save, the next one loads the older checkpoint; the end is the same to the bit."""
+    """The generation ends without a save, the next one loads the older checkpoint; the end is the same to the bit.
+
+    A step that cannot be gone back to costs nothing.
+    """
     monkeypatch.setenv("STEP_SECONDS", "0.05")
 
     async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.job.newest_committed == CheckpointId(generation=1, step=10))
+        supervisor.submit(Requested(request=Request.ROLLBACK, by="a test", step=7))
         await until(lambda: supervisor.job.newest_committed == CheckpointId(generation=1, step=20))
         supervisor.submit(Requested(request=Request.ROLLBACK, by="a test", step=10))
 
@@ -275,6 +280,8 @@ async def test_rollback_of_a_running_job(
     assert result.finish.exit_code == 0, result.output()
     assert [record.step for record in result.kinds("generation opened")] == [0, 10]
     assert [record.step for record in result.kinds("rolled back")] == [10]
+    (refused,) = result.kinds("not rolled back")
+    assert refused.reason == "step 7 cannot be gone back to; these steps can: 10; the job trains on"
     assert not result.kinds("failure judged")
     standings = {entry.id: entry.standing for entry in survey(result.store).entries}
     assert standings[CheckpointId(generation=1, step=20)] is Standing.ROLLED_BACK
