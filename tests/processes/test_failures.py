@@ -281,7 +281,8 @@ async def test_rollback_of_a_running_job(
     assert [record.step for record in result.kinds("generation opened")] == [0, 10]
     assert [record.step for record in result.kinds("rolled back")] == [10]
     (refused,) = result.kinds("not rolled back")
-    assert refused.reason == "step 7 cannot be gone back to; these steps can: 10; the job trains on"
+    assert refused.reason.startswith("step 7 cannot be gone back to; these steps can: ")
+    assert refused.reason.endswith("10; the job trains on")
     assert not result.kinds("failure judged")
     standings = {entry.id: entry.standing for entry in survey(result.store).entries}
     assert standings[CheckpointId(generation=1, step=20)] is Standing.ROLLED_BACK
