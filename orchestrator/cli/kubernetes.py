@@ -20,7 +20,8 @@ from orchestrator.errors import ConfigError, KubernetesError, SupervisorError
 if TYPE_CHECKING:
     from orchestrator.cli.run import Talk
     from orchestrator.config import JobConfig
-    from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
+    from orchestrator.schedulers.kubernetes.client import KubernetesClient
+    from orchestrator.schedulers.kubernetes.names import Object
 
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Kubernetes: the namespace of the TrainingJob.")
@@ -42,7 +43,7 @@ _DEFINITION = "the cluster does not know TrainingJobs: the chart, or `orchestrat
 def run(settings: JobConfig, *, take_over: bool, dry_run: bool, as_json: bool, talk: Talk) -> int:
     """Make the TrainingJob, or edit the one that is there; the exit code. It goes on without this process."""
     from orchestrator.schedulers.kubernetes.client import connect
-    from orchestrator.schedulers.kubernetes.watching import path_of
+    from orchestrator.schedulers.kubernetes.names import path_of
     from orchestrator.supervisor.state_folder import StateFolder
 
     if dry_run:
@@ -182,7 +183,7 @@ class ClusterJob:
     """A TrainingJob, for the verbs."""
 
     def __init__(self, client: KubernetesClient, namespace: str, job: str) -> None:
-        from orchestrator.schedulers.kubernetes.watching import path_of
+        from orchestrator.schedulers.kubernetes.names import path_of
 
         self._client = client
         self._path = path_of("trainingjobs", namespace, job)

@@ -9,9 +9,9 @@ from orchestrator.clock import Clock
 from orchestrator.controller.crd import read_spec, selector_of
 from orchestrator.controller.objects import render_disruption_budget, render_service
 from orchestrator.errors import KubernetesError
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+from orchestrator.schedulers.kubernetes.names import Object, path_of
 from orchestrator.schedulers.kubernetes.pods import Owner, read_pod
-from orchestrator.schedulers.kubernetes.watching import path_of
 from orchestrator.supervisor.kubernetes_job import Run, render_secret
 
 MEND_SECONDS = 30.0

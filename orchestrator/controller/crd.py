@@ -14,9 +14,8 @@ from pydantic.alias_generators import to_camel
 
 from orchestrator.config import JobConfig, JobSettings
 from orchestrator.errors import ConfigError
-from orchestrator.schedulers.kubernetes.client import Object
+from orchestrator.schedulers.kubernetes.names import GROUP, JOB_LABEL, VERSION, Object
 from orchestrator.schedulers.kubernetes.pods import merged, template_problems
-from orchestrator.schedulers.kubernetes.watching import GROUP, JOB_LABEL, VERSION
 
 KIND, PLURAL = "TrainingJob", "trainingjobs"
 NAME_PATTERN = "[a-z]([-a-z0-9]{0,48}[a-z0-9])?"

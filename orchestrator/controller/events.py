@@ -8,8 +8,8 @@ import time
 from datetime import UTC, datetime
 
 from orchestrator.errors import KubernetesError
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
-from orchestrator.schedulers.kubernetes.watching import GROUP, VERSION, path_of
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+from orchestrator.schedulers.kubernetes.names import GROUP, VERSION, Object, path_of
 from orchestrator.telemetry import EventRecord, one_line
 
 SHOWN = {

@@ -41,9 +41,9 @@ from orchestrator.controller.status import Running, ended_status, resting_status
 from orchestrator.core.messages import Finish
 from orchestrator.core.states import Phase
 from orchestrator.errors import ConfigError, KubernetesError, OrchestratorError
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+from orchestrator.schedulers.kubernetes.names import RUN_LABEL, Key, Object, path_of
 from orchestrator.schedulers.kubernetes.pods import QUEUE_LABELS, Owner, Pod, PodPlan, read_pod
-from orchestrator.schedulers.kubernetes.watching import RUN_LABEL, Key, path_of
 from orchestrator.supervisor.kubernetes_job import (
     KubernetesJob,
     Run,

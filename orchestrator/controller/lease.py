@@ -17,8 +17,8 @@ from typing import Any
 
 from orchestrator.clock import Clock
 from orchestrator.errors import KubernetesError
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
-from orchestrator.schedulers.kubernetes.watching import path_of
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+from orchestrator.schedulers.kubernetes.names import Object, path_of
 
 LEASE_SECONDS = 15
 RENEW_SECONDS = 10.0

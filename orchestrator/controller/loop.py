@@ -24,8 +24,9 @@ from orchestrator.controller.keeper import JobKeeper, Surroundings
 from orchestrator.controller.lease import LeaderLease
 from orchestrator.controller.port import ControllerPort
 from orchestrator.errors import ConfigError, KubernetesError
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, Collection, Key, key_of, path_of
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, Key, Object, key_of, path_of
+from orchestrator.schedulers.kubernetes.watching import Collection
 from orchestrator.telemetry import Sink
 
 CERTIFICATE_KEY, KEY_KEY, METRICS_KEY = "tls.crt", "tls.key", "metrics-token"

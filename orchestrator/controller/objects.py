@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.schedulers.kubernetes.client import Object
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, Object
 from orchestrator.schedulers.kubernetes.pods import Owner
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL
 
 
 def _metadata(owner: Owner) -> Object:

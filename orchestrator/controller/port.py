@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 
 from orchestrator.agent.objects import bears, token_middleware
 from orchestrator.certificates import Identity, server_context
-from orchestrator.schedulers.kubernetes.watching import Key
+from orchestrator.schedulers.kubernetes.names import Key
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.supervisor.metrics import Metrics
 from orchestrator.supervisor.server import SupervisorApi

@@ -11,7 +11,7 @@ from orchestrator.controller.crd import selector_of
 from orchestrator.controller.reconcile import OTHER_SPEC, Act, Decision, differs
 from orchestrator.core.wording import counted
 from orchestrator.errors import ExitCode, KubernetesError
-from orchestrator.schedulers.kubernetes.client import Object
+from orchestrator.schedulers.kubernetes.names import Object
 from orchestrator.schedulers.kubernetes.pods import Pod
 
 

@@ -22,7 +22,8 @@ from orchestrator.core.messages import Finish, Request, Requested
 from orchestrator.core.preflight import measured_save_seconds
 from orchestrator.errors import ExitCode
 from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, RUN_LABEL, Object
 from orchestrator.schedulers.kubernetes.pods import (
     LOG_FOLDER,
     STAGING_FOLDER,
@@ -31,7 +32,6 @@ from orchestrator.schedulers.kubernetes.pods import (
     PodPlan,
     read_pod,
 )
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, RUN_LABEL
 from orchestrator.supervisor.kubernetes_notices import KubernetesNotices
 from orchestrator.supervisor.loop import Server, Supervisor
 from orchestrator.telemetry import EventLog, EventRecord, Sink

@@ -13,7 +13,7 @@ from orchestrator.core.messages import Event, NodePlaced
 from orchestrator.preemption.base import Reading
 from orchestrator.preemption.kubernetes import parse_node, parse_pod
 from orchestrator.preemption.watching import NOTHING_TOLD, Teller, Told, changes
-from orchestrator.schedulers.kubernetes.client import Object
+from orchestrator.schedulers.kubernetes.names import Object
 from orchestrator.schedulers.kubernetes.pods import place_of, read_pod
 
 

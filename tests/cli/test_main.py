@@ -48,6 +48,8 @@ def test_the_verbs_load_no_torch_and_nothing_heavy_for_help() -> None:
         "assert not {'torch', 'aiohttp', 'pydantic', 'rich.live'} & set(sys.modules), 'the list of verbs'\n"
         "build_app(loaded=[verb for verb in VERBS if verb != 'demo'])\n"
         "assert not {'torch', 'aiohttp', 'pydantic'} & set(sys.modules), 'the verbs'\n"
+        "import orchestrator.controller.crd, orchestrator.controller.reconcile\n"
+        "assert 'kubernetes' not in sys.modules, 'what a TrainingJob is'\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -22,8 +22,9 @@ from orchestrator.schedulers.base import Scheduler
 from orchestrator.schedulers.kubernetes import allocation
 from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
 from orchestrator.schedulers.kubernetes.client import connect
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, path_of
 from orchestrator.schedulers.kubernetes.pods import Owner, PodPlan
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, Collection, path_of
+from orchestrator.schedulers.kubernetes.watching import Collection
 from orchestrator.schedulers.local import LocalScheduler
 from orchestrator.schedulers.slurm.allocation import Host, SlurmAllocation
 from orchestrator.schedulers.slurm.commands import SlurmCommands

@@ -13,8 +13,9 @@ from orchestrator.controller.crd import definition
 from orchestrator.controller.keeper import JobKeeper, Surroundings
 from orchestrator.controller.port import ControllerPort
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, connect
+from orchestrator.schedulers.kubernetes.names import RUN_LABEL, path_of
 from orchestrator.schedulers.kubernetes.pods import read_pod
-from orchestrator.schedulers.kubernetes.watching import RUN_LABEL, Collection, path_of
+from orchestrator.schedulers.kubernetes.watching import Collection
 from orchestrator.storage.opening import job_url
 from tests.kubernetes.cluster import Cluster
 

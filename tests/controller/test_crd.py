@@ -10,7 +10,7 @@ import pytest
 from orchestrator.config import JobSettings
 from orchestrator.controller.crd import COLUMNS, TrainingJobSpec, definition, read_spec
 from orchestrator.errors import ConfigError
-from orchestrator.schedulers.kubernetes.watching import path_of
+from orchestrator.schedulers.kubernetes.names import path_of
 from tests.kubernetes.api_schema import schema_causes
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.servers import bare_cluster

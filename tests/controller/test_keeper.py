@@ -13,8 +13,8 @@ from orchestrator.controller import belongings
 from orchestrator.controller import keeper as keeper_module
 from orchestrator.controller.crd import ROLLBACK_ANNOTATION
 from orchestrator.controller.objects import render_service
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, RUN_LABEL, path_of
 from orchestrator.schedulers.kubernetes.pods import Owner
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, RUN_LABEL, path_of
 from orchestrator.supervisor.kubernetes_job import KubernetesJob, read_run
 from tests.controller.keeper_scene import JOB, PATH, TEMPLATE, KeeperScene
 from tests.kubernetes.servers import bare_cluster

@@ -17,7 +17,7 @@ from orchestrator.controller import lease as lease_module
 from orchestrator.controller.lease import LastSeen, LeaderLease, Verdict, judge
 from orchestrator.errors import KubernetesError
 from orchestrator.schedulers.kubernetes.client import KubernetesClient, connect
-from orchestrator.schedulers.kubernetes.watching import path_of
+from orchestrator.schedulers.kubernetes.names import path_of
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.servers import bare_cluster
 

@@ -15,7 +15,7 @@ from orchestrator.controller.lease import LeaderLease
 from orchestrator.controller.loop import Controller, ControllerSettings
 from orchestrator.controller.port import ControllerPort
 from orchestrator.schedulers.kubernetes.client import connect
-from orchestrator.schedulers.kubernetes.watching import Key, path_of
+from orchestrator.schedulers.kubernetes.names import Key, path_of
 from orchestrator.storage.opening import job_url
 from orchestrator.supervisor.metrics import Metrics
 from tests.controller.keeper_scene import TEMPLATE

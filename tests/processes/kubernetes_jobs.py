@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from orchestrator.controller.crd import definition
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, path_of
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, path_of
 from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from tests.kubernetes.cluster import Cluster

@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.checkpoint.catalog import survey
 from orchestrator.controller.crd import ROLLBACK_ANNOTATION
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, path_of
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, path_of
 from tests.kubernetes.cluster import Kind, running_cluster, why_not
 from tests.kubernetes.cluster_controllers import Delays
 from tests.processes.harness import check_store, final_digests

@@ -12,8 +12,9 @@ import pytest
 from orchestrator.schedulers.kubernetes import allocation as module
 from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
 from orchestrator.schedulers.kubernetes.client import connect
+from orchestrator.schedulers.kubernetes.names import JOB_LABEL, path_of
 from orchestrator.schedulers.kubernetes.pods import Owner, Pod, PodPlan
-from orchestrator.schedulers.kubernetes.watching import JOB_LABEL, Collection, path_of
+from orchestrator.schedulers.kubernetes.watching import Collection
 from tests.kubernetes import api_store
 from tests.kubernetes.api_server import ApiServer
 from tests.kubernetes.api_store import timestamp as stamp

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.schedulers.kubernetes.allocation import OVERDUE_SECONDS, is_overdue, pod_name
+from orchestrator.schedulers.kubernetes.names import path_of
 from orchestrator.schedulers.kubernetes.pods import (
     Owner,
     PodPlan,
@@ -18,7 +19,6 @@ from orchestrator.schedulers.kubernetes.pods import (
     render_pod,
     template_problems,
 )
-from orchestrator.schedulers.kubernetes.watching import path_of
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.servers import bare_cluster
 

@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from orchestrator.schedulers.kubernetes import watching
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object, Watch, connect
-from orchestrator.schedulers.kubernetes.watching import Collection, key_of, path_of
+from orchestrator.schedulers.kubernetes.client import KubernetesClient, Watch, connect
+from orchestrator.schedulers.kubernetes.names import Object, key_of, path_of
+from orchestrator.schedulers.kubernetes.watching import Collection
 from tests.kubernetes.api_server import ApiServer
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.servers import bare_cluster

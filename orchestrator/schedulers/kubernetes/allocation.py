@@ -21,9 +21,9 @@ from typing import Any
 from orchestrator.clock import Clock
 from orchestrator.errors import KubernetesError
 from orchestrator.schedulers.base import NodeInfo, OnLost
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object
+from orchestrator.schedulers.kubernetes.client import KubernetesClient
+from orchestrator.schedulers.kubernetes.names import Object, path_of
 from orchestrator.schedulers.kubernetes.pods import Pod, PodPlan, read_pod, render_pod
-from orchestrator.schedulers.kubernetes.watching import path_of
 
 LOOK_SECONDS = 1.0
 STOP_SECONDS = 10.0

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
@@ -24,6 +23,7 @@ from kubernetes.config.config_exception import ConfigException
 
 from orchestrator.clock import SystemClock
 from orchestrator.errors import ConfigError, KubernetesError
+from orchestrator.schedulers.kubernetes.names import Object
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 20.0
@@ -36,9 +36,6 @@ CONNECTIONS_MAX = 64
 LISTED_AT_ONCE = 500
 OBJECT_BYTES_MAX = 64 << 20
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-
-Object = dict[str, Any]
-"""A Kubernetes object as JSON."""
 
 
 class ServerClock(SystemClock):

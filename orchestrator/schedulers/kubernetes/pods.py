@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from orchestrator.schedulers.kubernetes.client import Object
-from orchestrator.schedulers.kubernetes.watching import GROUP, JOB_LABEL, RUN_LABEL, VERSION
+from orchestrator.schedulers.kubernetes.names import GROUP, JOB_LABEL, RUN_LABEL, VERSION, Object
 
 SETTINGS_FOLDER = "/run/orchestrator"
 STAGING_FOLDER = "/dev/shm"

@@ -1,4 +1,4 @@
-"""Where Kubernetes keeps what, and a collection's objects as they are now: listed, then watched, for as long as needed.
+"""A collection's objects as they are now: listed, then watched, for as long as needed.
 
 A server that is away, asks to come later, or has forgotten the version (410) changes nothing of what is known: the last
 state stands until a new list says otherwise. Nobody takes an object for gone because it could not be seen.
@@ -16,18 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from orchestrator.errors import KubernetesError
-from orchestrator.schedulers.kubernetes.client import KubernetesClient, Object, Watch
+from orchestrator.schedulers.kubernetes.client import KubernetesClient, Watch
+from orchestrator.schedulers.kubernetes.names import Key, Object, key_of, path_of
 
-GROUP = "orchestrator.dev"
-VERSION = "v1alpha1"
-JOB_LABEL = f"{GROUP}/job"
-RUN_LABEL = f"{GROUP}/run"
-_CORE = ("pods", "secrets", "services", "events", "nodes")
-_GROUPS = {
-    "leases": "coordination.k8s.io/v1",
-    "poddisruptionbudgets": "policy/v1",
-    "trainingjobs": f"{GROUP}/{VERSION}",
-}
 PAUSE_SECONDS_FIRST = 0.5
 PAUSE_SECONDS_MAX = 30.0
 """Between two requests where the first one failed, or ended soon. After so long a one everything is listed anew: the
@@ -36,21 +27,6 @@ GONE = 410
 """The server has forgotten the version that was asked for."""
 STEADY_SECONDS = 5.0
 """A watch that has lasted so long was a good one: the next pause is the shortest again."""
-Key = tuple[str, str]
-"""(namespace, name)."""
-
-
-def path_of(plural: str, namespace: str | None = None, name: str | None = None, part: str | None = None) -> str:
-    """The path of a collection, an object, or a part of one (status, scale): `part`."""
-    root = "/api/v1" if plural in _CORE else f"/apis/{_GROUPS[plural]}"
-    words = [root, *(("namespaces", namespace) if namespace else ()), plural, *(w for w in (name, part) if w)]
-    return "/".join(words)
-
-
-def key_of(found: Mapping[str, Any]) -> Key:
-    """Namespace and name of an object."""
-    metadata = found.get("metadata") or {}
-    return str(metadata.get("namespace") or ""), str(metadata.get("name") or "")
 
 
 class Collection:
