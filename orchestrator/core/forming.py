@@ -44,6 +44,7 @@ from orchestrator.core.wording import all_of, counted
 from orchestrator.errors import ExitCode
 
 FIRST_OPEN_RETRIES_MAX = 4  # at the very start of a job; later a failing store is asked for ever
+UNFIT_PAUSE_SECONDS_FIRST, UNFIT_PAUSE_SECONDS_MAX = 5.0, 300.0  # before another node, after several unfit in a row
 OPEN_PAUSE_SECONDS_MAX = 60.0  # between two attempts to open a generation while the store fails
 
 
@@ -53,19 +54,25 @@ def on_node_joined(turn: Turn, event: NodeJoined) -> None:
     if event.node in job.nodes or event.node in job.given_back:
         return
     turn.add_node(event.node, event.objects_url)
-    turn.set(nodes_requested=max(0, job.nodes_requested - 1))
+    turn.set(nodes_requested=max(0, job.nodes_requested - 1), unfit=0, request_at_seconds=0.0)
     turn.note("node joined", f"{counted(event.workers, 'worker')} can run there", node=event.node)
     if event.returned is not None:
         returning.on_gang_returned(turn, event.returned)
 
 
 def on_node_unfit(turn: Turn, event: NodeUnfit) -> None:
-    """A node has found its devices not fit for a worker: it is given back, and never joins."""
+    """A node has found its devices not fit for a worker: it is given back, and never joins.
+
+    Where the scheduler has nothing else, another one is that same machine again: each is asked for later than the last.
+    """
     job = turn.job
     if event.node in job.nodes or event.node in job.given_back:
         return
+    pause_seconds = growing_seconds(job.unfit, UNFIT_PAUSE_SECONDS_FIRST, UNFIT_PAUSE_SECONDS_MAX)
     turn.set(nodes_requested=max(0, job.nodes_requested - 1), expected=job.expected - {event.node})
-    turn.note("node unfit", event.reason, node=event.node)
+    turn.set(unfit=job.unfit + 1, request_at_seconds=turn.now + pause_seconds)
+    then = f"; another one is asked for in {pause_seconds:.0f} s" if pause_seconds else ""
+    turn.note("node unfit", event.reason + then, node=event.node)
     turn.do(ReleaseNode(node=event.node, reason=event.reason))
 
 
@@ -125,7 +132,7 @@ def request_missing(turn: Turn) -> None:
     In place of a condemned node another one is asked for once its gang has ended: it may train on for long.
     """
     job = turn.job
-    if job.ending is not None or job.spec.attached:
+    if job.ending is not None or job.spec.attached or turn.now < job.request_at_seconds:
         return
     there = job.sound_count if job.phase is Phase.GATHERING else job.available_count
     missing = job.wanted_nodes - there - job.nodes_requested

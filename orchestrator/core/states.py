@@ -256,6 +256,10 @@ class Job(Changeable):
     since_seconds: float = 0.0
     wanted_nodes: int = 0
     nodes_requested: int = 0
+    request_at_seconds: float = 0.0
+    """No node is asked for earlier: the last ones were not fit."""
+    unfit: int = 0
+    """Nodes in a row that were not."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
     """Where nodes stand, of those of which it is known; names are never given twice."""
