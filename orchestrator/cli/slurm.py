@@ -80,7 +80,7 @@ def _name(option: str) -> str:
 
 
 def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_over: bool, talk: Talk) -> int:
-    from orchestrator.schedulers.slurm.submission import FIXED_OPTIONS, render
+    from orchestrator.schedulers.slurm.submission import FIXED_OPTIONS, asked_limit_seconds, render, too_short
     from orchestrator.storage.opening import job_url
     from orchestrator.supervisor.state_folder import StateFolder
 
@@ -90,6 +90,9 @@ def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_ove
     totals = sorted({_name(option) for option in settings.sbatch if _is_total(option)})
     if totals:
         raise ConfigError(f"sbatch: {', '.join(totals)} cannot be given: {PER_NODE_ADVICE}")
+    short = too_short(asked_limit_seconds(settings.sbatch), settings.grace_seconds)
+    if short is not None:
+        raise ConfigError(f"sbatch: {short}")
     state = StateFolder(settings.job, job_url(settings.store, settings.job))
     log = state.path / "slurm-%j.log"
     script = render(
@@ -170,6 +173,7 @@ def _supervise(settings: JobConfig, commands: SlurmCommands, take_over: bool, ta
     if given:
         raise ConfigError(f"this job was submitted with {', '.join(given)}, which cannot be: {PER_NODE_ADVICE}")
     place, url = read_allocation(commands), job_url(settings.store, settings.job)
+    _check_limit(settings, place, commands)
     take_over = _check_store(settings, place, commands, url, take_over, talk)
     job = SlurmJob(
         settings,
@@ -189,6 +193,19 @@ def _supervise(settings: JobConfig, commands: SlurmCommands, take_over: bool, ta
         fruitless = _fruitless(job.state, place, url)
         _requeue(place, commands, talk, fruitless=fruitless, fruitless_max=settings.max_failures)
     return finish.exit_code
+
+
+def _check_limit(settings: JobConfig, place: Allocation, commands: SlurmCommands) -> None:
+    """A limit that leaves no time would have the job requeued again and again. Raises ConfigError."""
+    from orchestrator.schedulers.slurm.submission import too_short
+
+    with contextlib.suppress(SchedulerError):  # the watch looks again and again
+        record = commands.job(place.reference)
+        if record is None or record.preempted or record.ends_at_seconds is None:
+            return
+        short = too_short(record.ends_at_seconds - time.time(), settings.grace_seconds)
+        if short is not None:
+            raise ConfigError(short)
 
 
 def _check_store(

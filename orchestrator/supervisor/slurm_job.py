@@ -28,9 +28,10 @@ from orchestrator.errors import ConfigError, SchedulerError
 from orchestrator.schedulers.slurm.allocation import AGENT_COMMAND, Host, SlurmAllocation
 from orchestrator.schedulers.slurm.commands import SlurmCommands
 from orchestrator.schedulers.slurm.records import ENDED_STATES, ClusterSettings, parse_cpus
+from orchestrator.schedulers.slurm.submission import limit_notice_seconds
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.supervisor.server import SupervisorServer
-from orchestrator.supervisor.slurm_watch import LIMIT_SLACK_SECONDS, Departure, SlurmWatch
+from orchestrator.supervisor.slurm_watch import Departure, SlurmWatch
 from orchestrator.supervisor.state_folder import StateFolder
 from orchestrator.telemetry import EventLog, EventRecord, Sink, json_lines_sink
 
@@ -213,7 +214,7 @@ class SlurmJob:
             clock=self._clock,
             submit=supervisor.submit,
             nodes=lambda: [node.node for node in allocation.nodes()],
-            limit_notice_seconds=LIMIT_SLACK_SECONDS + self._config.grace_seconds,
+            limit_notice_seconds=limit_notice_seconds(self._config.grace_seconds),
             kill_wait_seconds=self._place.settings.kill_wait_seconds,
         )
 

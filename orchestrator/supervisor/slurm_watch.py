@@ -20,8 +20,6 @@ from orchestrator.schedulers.slurm.records import HostRecord, JobRecord
 from orchestrator.schedulers.slurm.submission import PASSING_STATES
 
 LOOK_SECONDS = 5.0
-LIMIT_SLACK_SECONDS = 60.0
-"""Slurm looks at time limits every half minute, and may warn a minute early."""
 LEAVING_FLAGS = {
     *("DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING"),
     *("POWERING_DOWN", "POWER_DOWN", "REBOOT_ISSUED", "REBOOT_REQUESTED"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from orchestrator.cli import slurm as slurm_verb
 from orchestrator.cli.run import Talk
-from orchestrator.cli.slurm import _of_array, _requeue, took_over_before
+from orchestrator.cli.slurm import _check_limit, _of_array, _requeue, took_over_before
 from orchestrator.config import JobConfig
+from orchestrator.errors import ConfigError
 from orchestrator.schedulers.slurm.commands import SlurmCommands
 from orchestrator.schedulers.slurm.records import parse_settings
 from orchestrator.storage.opening import job_url
@@ -104,6 +106,11 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(command: Command, slurm
         (("--sbatch=-G 16",), "-G cannot be given"),
         (("--sbatch=--gpus-per-task=1",), "--gpus-per-task cannot be given"),
         (("--sbatch=gpu",), "'gpu' is no option; write it with its value, as --partition=gpu"),
+        (
+            ("--sbatch=--time=1:30",),
+            "the time limit of 90 s leaves no time to train: the job saves and leaves 90 s before",
+        ),
+        (("--sbatch=-t 2", "--grace-seconds=60"), "the time limit of 120 s leaves no time"),
         (("--srun=",), "is no option"),
         (("--sbatch=--a\n#SBATCH --b",), "is no option"),
     ],
@@ -245,6 +252,31 @@ def test_what_is_not_requeued(
     requeue(fruitless)
     assert capsys.readouterr().err == said + "\n"
     assert "requeue" not in (slurm / "scontrol.asked").read_text()
+
+
+@pytest.mark.parametrize(
+    ("record", "refused"),
+    [
+        ("JobId=7 JobState=RUNNING EndTime={soon}", True),
+        ("JobId=7 JobState=RUNNING EndTime={late}", False),
+        ("JobId=7 JobState=RUNNING EndTime=Unknown", False),
+        ("JobId=7 JobState=RUNNING EndTime={soon} PreemptTime={soon}", False),
+        ("", False),
+    ],
+)
+def test_an_allocation_that_is_too_short_is_not_begun(slurm: Path, record: str, refused: bool) -> None:
+    """It would be left at once, and requeued, again and again. One that is preempted already has its own end."""
+    now = datetime.now().replace(microsecond=0)
+    soon, late = (now + timedelta(seconds=seconds) for seconds in (80, 3600))
+    (slurm / "job").write_text(record.format(soon=soon.isoformat(), late=late.isoformat()) + "\n")
+    (slurm / "scontrol.answer").write_text(f"cat {slurm}/job\n")
+    settings = JobConfig(job="gpt", store="/jobs", command=("true",), scheduler="slurm")
+    try:
+        _check_limit(settings, PLACE, SlurmCommands())
+        was_refused = False
+    except ConfigError as error:
+        was_refused = "leaves no time to train: the job saves and leaves 90 s before" in str(error)
+    assert was_refused is refused
 
 
 def test_the_tasks_of_an_array_are_jobs_of_their_own() -> None:

@@ -30,7 +30,14 @@ from orchestrator.schedulers.slurm.records import (
     parse_partition,
     parse_settings,
 )
-from orchestrator.schedulers.slurm.submission import explain_waiting, inspect, judge_requeue, render
+from orchestrator.schedulers.slurm.submission import (
+    asked_limit_seconds,
+    explain_waiting,
+    inspect,
+    judge_requeue,
+    render,
+    too_short,
+)
 from orchestrator.supervisor.slurm_job import in_allocation, is_over, owner_of, read_allocation, spec_in
 from orchestrator.supervisor.slurm_watch import Departure, SlurmWatch, departure, host_notice
 
@@ -206,6 +213,31 @@ def test_the_batch_script() -> None:
         "trap '' USR1 USR2  # until the supervisor listens\n"
         "exec /usr/bin/python3 -m orchestrator run -- python train.py '--name=a b'\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        (("--time=2",), 120.0),
+        (("--time 1:30",), 90.0),
+        (("-t 1:00:00",), 3600.0),
+        (("-t2-0",), 172800.0),
+        (("--time=1-02:30",), 95400.0),
+        (("--time=0-00:01:40",), 100.0),
+        (("--time=5", "-t", "--gres=gpu:8", "--time=7"), 420.0),
+        (("--time-min=5", "--tres=x", "--gres=gpu:1"), None),
+        (("--time=infinite",), None),
+        ((), None),
+    ],
+)
+def test_the_time_limit_that_is_asked_for(options: tuple[str, ...], seconds: float | None) -> None:
+    assert asked_limit_seconds(options) == seconds
+
+
+@pytest.mark.parametrize(("limit", "grace", "is_too_short"), [(90, 30, True), (91, 30, False), (120, 60, True)])
+def test_a_time_limit_that_leaves_nothing_to_train_in(limit: float, grace: float, is_too_short: bool) -> None:
+    assert (too_short(limit, grace) is not None) is is_too_short
+    assert too_short(None, grace) is None
 
 
 WELL = ClusterSettings(

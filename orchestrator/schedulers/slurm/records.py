@@ -200,6 +200,17 @@ def _duration_seconds(text: str) -> float:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+def parse_limit(text: str) -> float | None:
+    """Seconds of a time limit as sbatch takes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; None: none of them."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        return None
+    days, *parts = (None if part is None else int(part) for part in found.groups())
+    numbers = [part for part in parts if part is not None]
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    return float((days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False)))
+
+
 def parse_cpus(text: str) -> list[int]:
     """`SLURM_JOB_CPUS_PER_NODE`, host by host: `2(x3),4` → [2, 2, 2, 4]. What is none: nothing."""
     counts: list[int] = []

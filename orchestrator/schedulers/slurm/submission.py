@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.schedulers.slurm.records import ENDED_STATES, ClusterSettings, JobRecord, Partition
+from orchestrator.schedulers.slurm.records import ENDED_STATES, ClusterSettings, JobRecord, Partition, parse_limit
 
 FIXED_OPTIONS = ("--job-name", "-J", "--nodes", "-N", "--open-mode", "--requeue", "--no-requeue", "--no-kill", "-k")
 """Of sbatch: the job's own settings say them, or a restart needs them as they are."""
@@ -44,6 +45,36 @@ def render(
         f"exec {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+LIMIT_SLACK_SECONDS = 60.0
+"""Slurm looks at time limits every half minute, and may warn a minute early."""
+
+
+def limit_notice_seconds(grace_seconds: float) -> float:
+    """How long before its time limit a job leaves."""
+    return LIMIT_SLACK_SECONDS + grace_seconds
+
+
+def too_short(limit_seconds: float | None, grace_seconds: float) -> str | None:
+    """Why a time limit leaves nothing to train in; None if it does, or there is none."""
+    notice_seconds = limit_notice_seconds(grace_seconds)
+    if limit_seconds is None or limit_seconds > notice_seconds:
+        return None
+    return (
+        f"the time limit of {limit_seconds:.0f} s leaves no time to train: the job saves and leaves "
+        f"{notice_seconds:.0f} s before it (60 s, and grace_seconds); ask for more"
+    )
+
+
+def asked_limit_seconds(options: Sequence[str]) -> float | None:
+    """The time limit that sbatch's options name, the last one of them; None if none does, or it cannot be read."""
+    found = None
+    for option in options:
+        asked = re.fullmatch(r"(?:--time[= ]\s*|-t\s*)(\S+)", option.strip())
+        if asked is not None:
+            found = parse_limit(asked[1])
+    return found
 
 
 KILL_WAIT_SECONDS_MIN = 30.0
