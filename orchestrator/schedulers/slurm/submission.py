@@ -10,6 +10,8 @@ from orchestrator.schedulers.slurm.records import ENDED_STATES, ClusterSettings,
 
 FIXED_OPTIONS = ("--job-name", "-J", "--nodes", "-N", "--open-mode", "--requeue", "--no-requeue", "--no-kill", "-k")
 """Of sbatch: the job's own settings say them, or a restart needs them as they are."""
+KILL_WAIT_SECONDS_MIN = 30.0
+"""Slurm's default: less than that is told as long as no save was measured that it could be compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +48,12 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-KILL_WAIT_SECONDS_MIN = 30.0
-"""Slurm's default; what less than that is worth is not known before a save was measured."""
-
-
 def inspect(
     cluster: ClusterSettings, partition: Partition, *, save_every: int, save_seconds: float | None
 ) -> list[Finding]:
     """What is lost, or takes long, with this cluster and partition. The worst first.
 
-    `save_seconds`: that a save of this job was measured to take; None where none was.
+    `save_seconds`: how long a save of this job takes by what was measured; None where nothing was.
     """
     findings: list[Finding] = []
     mode = partition.preempt_mode or cluster.preempt_mode
