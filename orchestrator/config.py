@@ -62,7 +62,7 @@ class JobSettings(BaseModel):
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
     """Failures from one checkpoint before an older one is tried (as often); then the job stops. Not preemptions."""
     gather_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
-    """How long the first start waits for more than MIN nodes."""
+    """How long the first start waits for more than MIN nodes, and any start for the replacement of a condemned one."""
     reform_seconds: Annotated[float, Field(ge=0, le=86400)] = 2.0
     """How long a restart waits for replacements that are about to come."""
     start_seconds: Annotated[float, Field(gt=0, le=86400)] = 1800.0

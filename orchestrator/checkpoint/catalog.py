@@ -227,7 +227,11 @@ def rollback_bound(generations: Mapping[int, fmt.GenerationRecord], generation: 
     bounds = [
         record.rollback_to
         for number, record in generations.items()
-        if record.rollback_to is not None
-        and generation <= (number - 1 if record.rollback_through is None else min(record.rollback_through, number - 1))
+        if record.rollback_to is not None and generation <= _highest_bounded(number, record)
     ]
     return min(bounds, default=float("inf"))
+
+
+def _highest_bounded(number: int, record: fmt.GenerationRecord) -> int:
+    earlier = number - 1
+    return earlier if record.rollback_through is None else min(record.rollback_through, earlier)

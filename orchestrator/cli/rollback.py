@@ -34,7 +34,10 @@ def rollback(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Also if the job belongs to a run elsewhere; that one stops.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when a running job has gone back.")] = False,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Return when a running job has claimed its next generation: it has gone back."),
+    ] = False,
     timeout_seconds: Annotated[float, typer.Option(min=0, help="Longest wait with --wait (seconds).")] = 600.0,
     namespace: Namespace = None,
 ) -> None:

@@ -57,6 +57,7 @@ from orchestrator.telemetry import Sink
 LOOK_SECONDS = 2.0
 """Between two looks at a job that nobody has touched: its step, its pace."""
 FIGURES = {"step", "progress", "eta", "goodput", "stepSeconds", "committedAt", "newestCheckpoint"}
+"""Of a status: what changes all the time."""
 STATUS_SECONDS = 5.0
 """Between two writings of a status in which only figures have changed."""
 PAUSE_SECONDS_MAX = 60.0
@@ -262,9 +263,8 @@ class JobKeeper:
         if run is None and (spec is None or self._object["metadata"].get("deletionTimestamp") is not None):
             await belongings.delete_pods(pods, keep=None)  # nobody knows what they were told, and nothing shall begin
             return
-        await belongings.remove_others(
-            secrets, pods, run
-        )  # first: a Secret that cannot be removed is not followed by more
+        # first: a Secret that cannot be removed is not followed by more
+        await belongings.remove_others(secrets, pods, run)
         if run is None:
             spec, _ = self._read_spec()  # as it is by now: settings and spec of a run are of one moment
             if spec is None:

@@ -170,7 +170,7 @@ def release(turn: Turn, name: str, reason: str) -> None:
 def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     """The generation is ours: launch, unless a member has gone in the meantime.
 
-    A member that was given up as opener and answers after all will do: where every opening takes too long, none else
+    A member that was given up as opener and answers after all will do: where every opening takes too long, no other
     would ever count.
     """
     job = turn.job
@@ -190,8 +190,8 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     )
     for problem in event.skipped:
         turn.note("checkpoint skipped", problem, generation=event.generation)
-    is_newest = event.generation == turn.job.own and event.base not in turn.job.avoid
-    as_wanted = rollback.on_opened(turn, event) and is_newest
+    still_counts = event.generation == turn.job.own and event.base not in turn.job.avoid
+    as_wanted = rollback.on_opened(turn, event) and still_counts
     if job.ending is not None:
         turn.go(Trigger.CONCLUDED)
         finishing.record(turn)

@@ -13,7 +13,7 @@ from orchestrator.core.messages import RankExited, Verdict
 from orchestrator.errors import ExitCode
 
 GROWTH_SHARE = 0.25  # of the node-seconds that a restart costs, that new nodes wait before all restart for them
-THREATENED_TIMES = 4  # as many periodic saves while a node may go
+HINTED_SAVES_TIMES = 4  # as many periodic saves while a hint stands
 ARM_AHEAD_SECONDS = 1.0  # a periodic save is armed this long before its step, so that no rank has to wait for it
 
 
@@ -25,9 +25,9 @@ def periodic_step(*, last: int, every: int, until: int | None) -> int | None:
     return step if until is None else None
 
 
-def steps_between(*, every: int, threatened: bool) -> int:
-    """How often to save: as the user says, or as many times as often while a node of the gang may go without notice."""
-    return max(every // THREATENED_TIMES, 1) if threatened and every > 0 else every
+def steps_between(*, every: int, hinted: bool) -> int:
+    """Steps from one periodic save to the next: as the user says, or fewer while a node of the gang may go."""
+    return max(every // HINTED_SAVES_TIMES, 1) if hinted and every > 0 else every
 
 
 def arm_now(*, step: int, highest: int, step_seconds: float, margin: int) -> bool:

@@ -10,7 +10,10 @@ from orchestrator.core.turn import Turn
 
 
 def measured_save_seconds(job: Job) -> float | None:
-    """How long a save takes from the notice to the commit where all nodes go at once; None before it was measured."""
+    """How long a save takes from the notice to the commit where all nodes go at once, its margin included.
+
+    None before every part of it was measured.
+    """
     save = _save_on_notice(job, all_go=True)
     return save.seconds if save is not None and save.all_measured else None
 

@@ -169,7 +169,7 @@ def _propose_periodic(turn: Turn) -> None:
     if job.until is not None:
         reachable = min(reachable, job.until - 1)
     last = max(job.last_save_step, reachable)
-    every = steps_between(every=job.spec.save_every_steps, threatened=_is_threatened(turn))
+    every = steps_between(every=job.spec.save_every_steps, hinted=_is_hinted(turn))
     step = periodic_step(last=last, every=every, until=job.until)
     if step is None or job.highest_step >= step:
         return
@@ -185,7 +185,7 @@ def _propose_periodic(turn: Turn) -> None:
     _propose(turn, step, why, f"next save after step {job.last_save_step}")
 
 
-def _is_threatened(turn: Turn) -> bool:
+def _is_hinted(turn: Turn) -> bool:
     """Whether a node of the gang may go, as a hint said."""
     job = turn.job
     return job.gang is not None and any(name in job.gang for name in job.hinted)

@@ -1,7 +1,8 @@
-"""A person wants to go on from an older checkpoint: the generation ends at once, the next one's claim says so. Pure.
+"""A person wants to go on from an older checkpoint: the generation ends unsaved, the next one's claim says so. Pure.
 
 While a gang trains, one of its nodes looks first whether there is such a checkpoint: a wrong number costs nothing. The
-claim bounds every earlier generation for ever, uploads that end late included. See `core.states`.
+claim bounds for ever every generation that there was when it was asked for, uploads that end late included.
+See `core.states`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def ask(turn: Turn, event: Requested) -> None:
 
 
 def on_checked(turn: Turn, event: RollbackChecked) -> None:
-    """Whether there is a checkpoint to go back to."""
+    """The job goes back if there is such a checkpoint; else it trains on, and a note says why."""
     check = turn.job.rollback_check
     if check is None or (check.node, check.step) != (event.node, event.step):
         return
@@ -42,7 +43,7 @@ def on_checked(turn: Turn, event: RollbackChecked) -> None:
 
 
 def limit_checking(turn: Turn) -> None:
-    """A node that is lost, or does not answer, holds nothing up."""
+    """A node that is lost, or does not answer, holds nothing up: the job goes back unchecked."""
     job, check = turn.job, turn.job.rollback_check
     if check is None or (check.node in job.nodes and turn.now - check.since_seconds <= CHECKED_WITHIN_SECONDS):
         return

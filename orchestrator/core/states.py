@@ -113,7 +113,8 @@ class JobSpec:
     failures_max: int = 3
     """Failures from one base before an older one is tried, as often; then the job stops. Preemptions never count."""
     gather_seconds: float = 30.0
-    """How long the first generation waits for more than the smallest number of nodes."""
+    """How long the first generation waits for more than the smallest number of nodes, and any for a condemned one's
+    replacement."""
     reform_seconds: float = 2.0
     """How long a later generation waits for replacements that are about to come."""
     return_seconds: float = 30.0

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.core.agreement import margin_steps
 from orchestrator.core.causes import describe_exit
 from orchestrator.core.messages import RankExited, Verdict
-from orchestrator.core.policy import AfterExit, after_exits, arm_now, periodic_step, worth_growing
+from orchestrator.core.policy import AfterExit, after_exits, arm_now, periodic_step, steps_between, worth_growing
 
 
 @pytest.mark.parametrize(
@@ -155,3 +155,9 @@ def test_the_reason_names_the_rank_and_its_last_words() -> None:
 )
 def test_describe_exit(code: int | None, words: str) -> None:
     assert describe_exit(code) == words
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1000, 250), (5, 1), (3, 1), (1, 1), (0, 0)])
+def test_a_hint_makes_four_times_as_many_periodic_saves_but_none_where_there_are_none(every: int, steps: int) -> None:
+    assert steps_between(every=every, hinted=True) == steps
+    assert steps_between(every=every, hinted=False) == every

@@ -283,8 +283,8 @@ def test_what_the_cluster_costs(
     [
         (WELL, LOW, 29.0, []),
         (replace(WELL, kill_wait_seconds=8), LOW, 7.0, []),
-        (WELL, LOW, 45.0, ["killed 30 s later (KillWait), whatever it is saving; a save of this one was measured"]),
-        (WELL, LOW, 75.0, ["60 s (GraceTime), and a save of this one was measured to take 75 s", "KillWait"]),
+        (WELL, LOW, 45.0, ["killed 30 s later (KillWait), whatever it is saving; a save of this one takes 45 s"]),
+        (WELL, LOW, 75.0, ["60 s (GraceTime), and a save of this one takes 75 s, by what was measured", "KillWait"]),
         (WELL, replace(LOW, preempt_mode="OFF"), 75.0, ["KillWait"]),
         (WELL, replace(LOW, preempt_mode="GANG,SUSPEND"), 75.0, ["KillWait", "stands still"]),
     ],

@@ -201,7 +201,7 @@ def _duration_seconds(text: str) -> float:
 
 
 def parse_limit(text: str) -> float | None:
-    """Seconds of a time limit as sbatch takes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; None: none of them."""
+    """Seconds of a limit as sbatch takes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; None: none of them."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None:
         return None

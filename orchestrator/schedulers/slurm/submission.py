@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.schedulers.slurm.records import ENDED_STATES, ClusterSettings, JobRecord, Partition, parse_limit
 
+LIMIT_SLACK_SECONDS = 60.0
+"""Slurm looks at time limits every half minute, and may warn a minute early."""
 FIXED_OPTIONS = ("--job-name", "-J", "--nodes", "-N", "--open-mode", "--requeue", "--no-requeue", "--no-kill", "-k")
 """Of sbatch: the job's own settings say them, or a restart needs them as they are."""
+KILL_WAIT_SECONDS_MIN = 30.0
+"""Slurm's default: less than that is told as long as no save was measured that it could be compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +51,6 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-LIMIT_SLACK_SECONDS = 60.0
-"""Slurm looks at time limits every half minute, and may warn a minute early."""
-
-
 def limit_notice_seconds(grace_seconds: float) -> float:
     """How long before its time limit a job leaves."""
     return LIMIT_SLACK_SECONDS + grace_seconds
@@ -77,79 +77,77 @@ def asked_limit_seconds(options: Sequence[str]) -> float | None:
     return found
 
 
-KILL_WAIT_SECONDS_MIN = 30.0
-"""Slurm's default; what less than that is worth is not known before a save was measured."""
-
-
 def inspect(
     cluster: ClusterSettings, partition: Partition, *, save_every: int, save_seconds: float | None
 ) -> list[Finding]:
-    """What is lost, or takes long, with this cluster and partition. The worst first.
+    """What is lost, or takes long, with this cluster and partition: first what loses work.
 
-    `save_seconds`: that a save of this job was measured to take; None where none was.
+    `save_seconds`: how long a save of this job takes by what was measured; None where nothing was.
     """
-    findings: list[Finding] = []
+    findings = [
+        *_on_preemption(cluster, partition, save_every, save_seconds),
+        *_on_cancellation(cluster, save_seconds),
+        *_on_requeue(cluster),
+    ]
+    return sorted(findings, key=lambda finding: not finding.loses)
+
+
+def _on_preemption(
+    cluster: ClusterSettings, partition: Partition, save_every: int, save_seconds: float | None
+) -> Iterator[Finding]:
     mode = partition.preempt_mode or cluster.preempt_mode
-    preempts = cluster.preempt_type not in ("", "none") and mode not in ("", "OFF")
-    is_ended = preempts and "SUSPEND" not in mode
+    if cluster.preempt_type in ("", "none") or mode in ("", "OFF"):
+        return
+    if "SUSPEND" in mode:
+        words = f"the partition {partition.name} suspends what it preempts: the job stands still, and goes on"
+        yield Finding(loses=False, words=words, remedy="nothing has to be done")
+        return
     kept = f"what was trained since the last periodic checkpoint (every {save_every} steps)"
     if save_every == 0:
         kept = "everything that was trained since the start: there are no periodic checkpoints (save_every is 0)"
-    if is_ended and partition.grace_seconds == 0:
-        findings.append(
-            Finding(
-                loses=True,
-                words=f"a job in the partition {partition.name} that is preempted is ended at once (GraceTime=0): "
-                f"{kept} is lost",
-                remedy="ask for a GraceTime of a minute or more; until then save more often",
-            )
+    if partition.grace_seconds == 0:
+        yield Finding(
+            loses=True,
+            words=f"a job in the partition {partition.name} that is preempted is ended at once (GraceTime=0): "
+            f"{kept} is lost",
+            remedy="ask for a GraceTime of a minute or more; until then save more often",
         )
-    if is_ended and save_seconds is not None and 0 < partition.grace_seconds < save_seconds:
-        findings.append(
-            Finding(
-                loses=True,
-                words=f"a job in the partition {partition.name} that is preempted has {partition.grace_seconds:.0f} s "
-                f"(GraceTime), and a save of this one was measured to take {save_seconds:.0f} s: {kept} may be lost",
-                remedy=f"ask for a GraceTime of {2 * save_seconds:.0f} s; until then save more often",
-            )
+    elif save_seconds is not None and partition.grace_seconds < save_seconds:
+        yield Finding(
+            loses=True,
+            words=f"a job in the partition {partition.name} that is preempted has {partition.grace_seconds:.0f} s "
+            f"(GraceTime), and a save of this one takes {save_seconds:.0f} s, by what was measured: {kept} may be lost",
+            remedy=f"ask for a GraceTime of {2 * save_seconds:.0f} s; until then save more often",
         )
-    if cluster.kill_wait_seconds < (KILL_WAIT_SECONDS_MIN if save_seconds is None else save_seconds):
-        needed = "" if save_seconds is None else f"; a save of this one was measured to take {save_seconds:.0f} s"
-        findings.append(
-            Finding(
-                loses=save_seconds is not None,
-                words=f"a job that is cancelled or requeued by hand is killed {cluster.kill_wait_seconds:.0f} s later "
-                f"(KillWait), whatever it is saving{needed}",
-                remedy="end it by `orchestrator drain`, which saves first",
-            )
+    if mode == "CANCEL":
+        yield Finding(
+            loses=False,
+            words=f"the partition {partition.name} cancels what it preempts (PreemptMode=CANCEL): only what has "
+            "saved within its grace is started again",
+            remedy="ask for PreemptMode=REQUEUE",
         )
-    if preempts and mode == "CANCEL":
-        findings.append(
-            Finding(
-                loses=False,
-                words=f"the partition {partition.name} cancels what it preempts (PreemptMode=CANCEL): only what has "
-                "saved within its grace is started again",
-                remedy="ask for PreemptMode=REQUEUE",
-            )
-        )
-    if preempts and "SUSPEND" in mode:
-        findings.append(
-            Finding(
-                loses=False,
-                words=f"the partition {partition.name} suspends what it preempts: the job stands still, and goes on",
-                remedy="nothing has to be done",
-            )
-        )
+
+
+def _on_cancellation(cluster: ClusterSettings, save_seconds: float | None) -> Iterator[Finding]:
+    if cluster.kill_wait_seconds >= (KILL_WAIT_SECONDS_MIN if save_seconds is None else save_seconds):
+        return
+    needed = "" if save_seconds is None else f"; a save of this one takes {save_seconds:.0f} s, by what was measured"
+    yield Finding(
+        loses=save_seconds is not None,
+        words=f"a job that is cancelled or requeued by hand is killed {cluster.kill_wait_seconds:.0f} s later "
+        f"(KillWait), whatever it is saving{needed}",
+        remedy="end it by `orchestrator drain`, which saves first",
+    )
+
+
+def _on_requeue(cluster: ClusterSettings) -> Iterator[Finding]:
     if cluster.requeue_delay_seconds > 60:
-        findings.append(
-            Finding(
-                loses=False,
-                words=f"a requeued job is not started again for {cluster.requeue_delay_seconds:.0f} s "
-                "(its credentials have to expire)",
-                remedy="ask for AuthInfo=cred_expire=… of some seconds; losses of single hosts need no requeue anyway",
-            )
+        yield Finding(
+            loses=False,
+            words=f"a requeued job is not started again for {cluster.requeue_delay_seconds:.0f} s "
+            "(its credentials have to expire)",
+            remedy="ask for AuthInfo=cred_expire=… of some seconds; losses of single hosts need no requeue anyway",
         )
-    return sorted(findings, key=lambda finding: not finding.loses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
