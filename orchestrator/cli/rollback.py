@@ -66,10 +66,12 @@ def rollback(
     target = rollback_target(catalog, step)
     address = state.supervisor()
     if address is not None:
-        SupervisorClient(address).request("rollback", step=step)
+        client = SupervisorClient(address)
+        client.request("rollback", step=step)
         say(f"accepted: the job {job!r} ends its generation and goes on from checkpoint {target}")
         if wait:
-            _await_claim(objects, state, address.token, step, max(catalog.generations), timeout_seconds)
+            highest = max(catalog.generations)
+            _await_claim(client, state, objects, step, highest=highest, timeout_seconds=timeout_seconds)
             say(f"done: it goes on from checkpoint {target}")
     else:
         target = _claim(state, step, take_over=take_over)
@@ -86,29 +88,55 @@ def _state_of(job: str, store: str | None) -> StateFolder:
 
 
 def _await_claim(
-    store: ObjectStore, state: StateFolder, token: str, step: int, highest: int, timeout_seconds: float
+    client: SupervisorClient,
+    state: StateFolder,
+    store: ObjectStore,
+    step: int,
+    *,
+    highest: int,
+    timeout_seconds: float,
 ) -> None:
     """Until a generation above `highest` is claimed with the step.
 
-    Raises RollbackError if the supervisor with this token has ended without it, SupervisorError when the time is over.
+    Raises RollbackError if none will be, because it was refused or the supervisor has ended; SupervisorError when the
+    time is over.
     """
+    job, until = state.job, time.monotonic() + timeout_seconds
+    while time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+        runs, refusal = _is_there(state, client), _refusal(client)  # before the store: it may claim, and end
+        if _is_claimed(store, step, highest):
+            return
+        if refusal is not None:
+            raise RollbackError(f"not rolled back: {refusal}")
+        if not runs:
+            raise RollbackError(f"the job {job!r} has ended before it went back; give the same command again")
+    raise SupervisorError(
+        f"the job {job!r} has not gone back within {timeout_seconds:g} s; `orchestrator status {job}` shows what it "
+        "waits for"
+    )
+
+
+def _is_there(state: StateFolder, client: SupervisorClient) -> bool:
+    """Whether the supervisor that was asked still is the job's."""
+    address = state.supervisor()
+    return address is not None and address.token == client.address.token
+
+
+def _refusal(client: SupervisorClient) -> str | None:
+    """Why it will not go back, if it has said so."""
+    try:
+        refusal: str | None = client.status()["rollback"]["refusal"]
+    except SupervisorError:  # it is busy, or gone
+        return None
+    return refusal
+
+
+def _is_claimed(store: ObjectStore, step: int, highest: int) -> bool:
     from orchestrator.checkpoint.catalog import claimed
     from orchestrator.checkpoint.generations import read_claim
 
-    until, seen = time.monotonic() + timeout_seconds, highest
-    while time.monotonic() < until:
-        address = state.supervisor()  # before the look: it may claim, and end
-        for number in sorted(number for number in claimed(store) if number > seen):
-            if read_claim(store, number).rollback_to == step:
-                return
-            seen = number
-        if address is None or address.token != token:
-            raise RollbackError(f"the job {state.job!r} has ended before it went back; give the same command again")
-        time.sleep(POLL_SECONDS)
-    raise SupervisorError(
-        f"the job {state.job!r} has not gone back within {timeout_seconds:g} s; `orchestrator status {state.job}` "
-        "shows what it waits for"
-    )
+    return any(read_claim(store, number).rollback_to == step for number in claimed(store) if number > highest)
 
 
 def _claim(state: StateFolder, step: int, *, take_over: bool) -> CheckpointId:

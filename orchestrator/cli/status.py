@@ -155,6 +155,11 @@ def _summary(now: dict[str, Any]) -> list[tuple[str, object]]:
             else ()
         ),
         *((("loss", _loss(now["loss_trouble"])),) if now["loss_trouble"] else ()),
+        *(
+            (("rollback", f"to step {now['rollback']['to']}, as soon as the next generation can be opened"),)
+            if now["rollback"]["to"] is not None
+            else ()
+        ),
         ("done in", duration_text(now["eta_seconds"])),
         ("newest checkpoint", newest or "none yet"),
         *(("saving", _saving(save)) for save in now["saves"]),

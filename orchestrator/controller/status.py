@@ -72,7 +72,7 @@ def running_status(
         **{name: before[name] for name in ("startedStep", "stagingBytes", "newestCheckpoint") if name in before},
         "observedGeneration": edited,
         "observedAt": iso(now_wall),
-        "state": "Restarting" if state == "Pending" and "startedStep" in before else state,
+        "state": _since_trained(state, before),
         "reason": reason,
         "run": running.run,
         "selector": selector_of(job),
@@ -125,6 +125,11 @@ def goodput_of(status: Mapping[str, Any], now_wall: float) -> float | None:
     elapsed = now_wall - datetime.fromisoformat(started).timestamp()
     useful = (int(status["step"]) - int(status["startedStep"])) * float(step_seconds)
     return min(max(useful / elapsed, 0.0), 1.0) if elapsed > 0 else None
+
+
+def _since_trained(state: str, before: Mapping[str, Any]) -> str:
+    """Of a job that has trained, what waits for the next time is told apart."""
+    return "Restarting" if state == "Pending" and "startedStep" in before else state
 
 
 def _training_words(said: Mapping[str, Any]) -> str:
@@ -180,7 +185,7 @@ def ended_status(
         **{name: value for name, value in before.items() if name not in gone},
         "observedGeneration": edited,
         "endedGeneration": edited if has_spec or state != "Failed" else OTHER_SPEC,
-        "state": state,
+        "state": _since_trained(state, before),
         "reason": reason,
         "exitCode": exit_code,
         "nodes": 0,

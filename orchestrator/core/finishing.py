@@ -79,8 +79,7 @@ def finish(turn: Turn, exit_code: int, reason: str) -> None:
     for name in list(turn.job.nodes):
         turn.do(ReleaseNode(node=name, reason="the job is over"))
     turn.set(nodes={})
-    check = turn.job.rollback_check
-    step = turn.job.rollback_to if check is None else check.step
+    step = turn.job.rollback_pending
     if step is not None:
         turn.note(NOT_ROLLED_BACK, f"the job ends before it has gone back to step {step}; ask again")
     turn.note("ended", reason, facts=turn.facts(exit_code=exit_code))

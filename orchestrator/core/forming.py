@@ -38,7 +38,7 @@ from orchestrator.core.messages import (
     RequestNodes,
 )
 from orchestrator.core.ranks import NOBODY, Ranks, RankSet
-from orchestrator.core.states import Ending, Leave, Phase, Trigger
+from orchestrator.core.states import Ending, Job, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.core.wording import all_of, counted
 from orchestrator.errors import ExitCode
@@ -178,6 +178,40 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     if job.phase is not Phase.OPENING or event.node not in job.members:
         return
     turn.set(opener=event.node, members=_led_by(event.node, job.members))
+    unused = _why_unused(turn.job, event)
+    rollback.on_opened(turn, event)
+    if unused is None:
+        _note_opened(turn, event)
+        _launch(turn, event)
+        return
+    turn.note("generation unused", f"it was opened, and {unused}", generation=event.generation)
+    if job.ending is not None:
+        turn.go(Trigger.CONCLUDED)
+        finishing.record(turn)
+    else:
+        turn.go(Trigger.OPEN_FAILED)
+        consider(turn)
+
+
+def _why_unused(job: Job, event: GenerationOpened) -> str | None:
+    """What has come in between since this generation was asked for; None: nothing, it is launched."""
+    if job.ending is not None:
+        return f"the job ends: {job.ending.reason}"
+    if event.generation != job.own:
+        return f"generation {job.own} is there already"
+    if event.base in job.avoid:
+        return f"its base {event.base} is avoided by now"
+    if not rollback.is_answered(job, event):
+        return f"the job is to go back to step {job.rollback_to}"
+    lacking = [name for name in job.members if name not in job.nodes or name in job.going]
+    if lacking:
+        return f"{lacking[0]} goes, or is gone"
+    if len(job.members) > job.wanted_nodes:
+        return f"the job shall have {counted(job.wanted_nodes, 'node')} now"
+    return None
+
+
+def _note_opened(turn: Turn, event: GenerationOpened) -> None:
     job = turn.job
     base = f"checkpoint {event.base}" if event.base else "a fresh start"
     turn.note(
@@ -190,18 +224,6 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     )
     for problem in event.skipped:
         turn.note("checkpoint skipped", problem, generation=event.generation)
-    still_counts = event.generation == turn.job.own and event.base not in turn.job.avoid
-    as_wanted = rollback.on_opened(turn, event) and still_counts
-    if job.ending is not None:
-        turn.go(Trigger.CONCLUDED)
-        finishing.record(turn)
-        return
-    lacking = any(name not in job.nodes or name in job.going for name in job.members)
-    if lacking or len(job.members) > job.wanted_nodes or not as_wanted:
-        turn.go(Trigger.OPEN_FAILED)
-        consider(turn)
-        return
-    _launch(turn, event)
 
 
 def _launch(turn: Turn, event: GenerationOpened) -> None:

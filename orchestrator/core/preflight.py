@@ -9,7 +9,7 @@ from orchestrator.core.states import Job
 from orchestrator.core.turn import Turn
 
 
-def measured_save_seconds(job: Job) -> float | None:
+def save_on_notice_seconds(job: Job) -> float | None:
     """How long a save takes from the notice to the commit where all nodes go at once, its margin included.
 
     None before every part of it was measured.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from orchestrator.core import breaking
 from orchestrator.core.finishing import NOT_ROLLED_BACK
 from orchestrator.core.messages import CheckRollback, GenerationOpened, GenerationRefused, Requested, RollbackChecked
-from orchestrator.core.states import RollbackCheck, Trigger
+from orchestrator.core.states import Job, RollbackCheck, Trigger
 from orchestrator.core.turn import Turn
 
 CHECKED_WITHIN_SECONDS = 60.0
@@ -22,6 +22,7 @@ SWEPT_WITHIN_SECONDS = 60.0
 def ask(turn: Turn, event: Requested) -> None:
     """A request that comes while another one is looked into takes its place."""
     assert event.step is not None
+    turn.set(rollback_refusal=None)
     node = next((name for name in turn.gang_nodes() if name not in turn.job.going), None)
     if turn.job.ending is not None or turn.job.phase not in breaking.ACTIVE or node is None:
         _go_back(turn, event.step, event.by)
@@ -39,7 +40,7 @@ def on_checked(turn: Turn, event: RollbackChecked) -> None:
     if event.problem is None:
         _go_back(turn, check.step, check.by)
     else:
-        turn.note(NOT_ROLLED_BACK, f"{event.problem}; the job trains on", node=event.node)
+        _refuse(turn, f"{event.problem}; the job trains on", event.node)
 
 
 def limit_checking(turn: Turn) -> None:
@@ -55,7 +56,7 @@ def _go_back(turn: Turn, step: int, by: str) -> None:
     """Nothing is saved: what has been trained since then is not wanted."""
     job = turn.job
     if job.ending is not None:
-        turn.note(NOT_ROLLED_BACK, f"the job is ending: {job.ending.reason}; ask again once it has ended")
+        _refuse(turn, f"the job is ending: {job.ending.reason}; ask again once it has ended")
         return
     avoid = tuple(checkpoint for checkpoint in job.avoid if checkpoint.step != step)
     turn.set(rollback_to=step, avoid=avoid, attempts=(), barren=0, retry_at_seconds=turn.now)
@@ -69,23 +70,26 @@ def has_to_wait(turn: Turn) -> bool:
     return job.rollback_to is not None and is_swept
 
 
-def on_opened(turn: Turn, event: GenerationOpened) -> bool:
-    """Whether the generation is what was asked for; one that was asked for before the rollback is not."""
-    job = turn.job
-    if job.rollback_to != event.rollback_to:
-        return job.rollback_to is None
-    if event.rollback_to is not None:
-        if job.gang is not None and event.rollback_through is not None and event.rollback_through < job.gang.generation:
-            return False  # it answers an earlier rollback to the same step
-        turn.set(rollback_to=None)
-        base = f"checkpoint {event.base}" if event.base else "a fresh start"
-        turn.note(
-            "rolled back",
-            f"to step {event.rollback_to}: {base}; nothing of earlier generations counts beyond that step",
-            generation=event.generation,
-            step=event.rollback_to,
-        )
-    return True
+def is_answered(job: Job, event: GenerationOpened) -> bool:
+    """Whether a generation was claimed with the step that is wanted now, if one is, and not for an earlier request."""
+    if job.rollback_to is None:
+        return True
+    reaches = job.gang is None or event.rollback_through is None or event.rollback_through >= job.gang.generation
+    return event.rollback_to == job.rollback_to and reaches
+
+
+def on_opened(turn: Turn, event: GenerationOpened) -> None:
+    """The claim is on the store, and bounds what came before, whether its generation is used or not."""
+    if turn.job.rollback_to is None or not is_answered(turn.job, event):
+        return
+    base = f"checkpoint {event.base}" if event.base else "a fresh start"
+    turn.note(
+        "rolled back",
+        f"to step {turn.job.rollback_to}: {base}; nothing of earlier generations counts beyond that step",
+        generation=event.generation,
+        step=turn.job.rollback_to,
+    )
+    turn.set(rollback_to=None)
 
 
 def on_refused(turn: Turn, event: GenerationRefused) -> None:
@@ -98,5 +102,10 @@ def on_refused(turn: Turn, event: GenerationRefused) -> None:
         then = "the job goes on from its newest checkpoint"
     else:
         then = f"step {turn.job.rollback_to} was asked for meanwhile"
-    turn.note(NOT_ROLLED_BACK, f"{event.reason}; {then}", node=event.node)
+    _refuse(turn, f"{event.reason}; {then}", event.node)
     turn.go(Trigger.OPEN_FAILED)
+
+
+def _refuse(turn: Turn, reason: str, node: str | None = None) -> None:
+    turn.note(NOT_ROLLED_BACK, reason, node=node)
+    turn.set(rollback_refusal=reason)

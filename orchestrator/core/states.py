@@ -293,6 +293,8 @@ class Job(Changeable):
     """A person has asked to go back, and a node looks whether that can be."""
     rollback_to: int | None = None
     """The next generation shall go on from this step, as a person asked."""
+    rollback_refusal: str | None = None
+    """Why the last request to go back came to nothing."""
     ranks: Ranks = NO_RANKS
     lost_in_gang: tuple[str, ...] = ()
     gone_ranks: RankSet = NOBODY
@@ -354,6 +356,11 @@ class Job(Changeable):
     progress_at_seconds: float = 0.0
     """When the highest step rose last, or all ranks had attached."""
     awaiting_first_step: bool = False
+
+    @property
+    def rollback_pending(self) -> int | None:
+        """The step that a person wants to go back to, until the claim that says so is there, or it is refused."""
+        return self.rollback_to if self.rollback_check is None else self.rollback_check.step
 
     @property
     def highest_step(self) -> int:

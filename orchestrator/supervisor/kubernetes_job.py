@@ -19,7 +19,7 @@ from orchestrator.certificates import new_identity
 from orchestrator.clock import Clock
 from orchestrator.config import JobConfig
 from orchestrator.core.messages import Finish, Request, Requested
-from orchestrator.core.preflight import measured_save_seconds
+from orchestrator.core.preflight import save_on_notice_seconds
 from orchestrator.errors import ExitCode
 from orchestrator.schedulers.kubernetes.allocation import KubernetesAllocation
 from orchestrator.schedulers.kubernetes.client import KubernetesClient
@@ -37,7 +37,7 @@ from orchestrator.supervisor.loop import Server, Supervisor
 from orchestrator.telemetry import EventLog, EventRecord, Sink
 
 GRACE_SLACK = 1.5
-"""A pod's grace is that much longer than a save was measured to take: the next one may meet a slower store."""
+"""A pod's grace is that much longer than a save takes by what was measured: the next one may meet a slower store."""
 GRACE_SLACK_SECONDS = 15.0
 GRACE_SECONDS_MAX = 600.0
 STAGING_SLACK = 1.5
@@ -167,6 +167,7 @@ class KubernetesJob:
         self.staging_bytes: int | None = None
         """That all ranks stage together, once it was measured."""
         self._save_seconds: float | None = None
+        """That a save on notice takes, once it was measured."""
         self.first_step: int | None = None
         """That this run began at, as far as this process has seen its begin."""
         self.allocation = KubernetesAllocation(
@@ -225,7 +226,7 @@ class KubernetesJob:
         if record.kind == "preflight" and isinstance(found, int):
             self.staging_bytes = found
         if record.kind == "committed":
-            self._save_seconds = measured_save_seconds(self.supervisor.job) or self._save_seconds
+            self._save_seconds = save_on_notice_seconds(self.supervisor.job) or self._save_seconds
         if record.kind == "generation opened" and self.first_step is None:
             self.first_step = record.step
         if record.kind == "node joined" and record.node is not None:

@@ -202,6 +202,7 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
         "seconds_without_step": hanging.seconds_without_step(job, now_seconds),
         "hang": hanging.suspicion(job),
         "loss_trouble": None if job.loss_trouble is None else _loss_trouble(job.loss_trouble),
+        "rollback": {"to": job.rollback_pending, "refusal": job.rollback_refusal},
         "newest_committed": str(committed) if committed else None,
         "newest_committed_step": committed.step if committed else None,
         "commit_age_seconds": age,

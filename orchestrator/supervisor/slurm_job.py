@@ -22,7 +22,7 @@ from orchestrator.clock import SystemClock
 from orchestrator.config import JobConfig
 from orchestrator.core.job import Phase
 from orchestrator.core.messages import Finish
-from orchestrator.core.preflight import measured_save_seconds
+from orchestrator.core.preflight import save_on_notice_seconds
 from orchestrator.core.states import JobSpec
 from orchestrator.errors import ConfigError, SchedulerError
 from orchestrator.schedulers.slurm.allocation import AGENT_COMMAND, Host, SlurmAllocation
@@ -254,7 +254,7 @@ class SlurmJob:
             case "node joined" if self._allocation is not None and record.node is not None:
                 self._allocation.joined(record.node)
             case "committed" if self.supervisor is not None:
-                seconds = measured_save_seconds(self.supervisor.job)
+                seconds = save_on_notice_seconds(self.supervisor.job)
                 if seconds is not None:
                     self.state.note_save(seconds)
             case "generation opened":  # a copy that came later has lost the claim, its address may stand there

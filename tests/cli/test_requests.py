@@ -8,26 +8,27 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 
 from orchestrator.checkpoint.catalog import read_generations
 from orchestrator.checkpoint.generations import Claimant, open_generation
 from orchestrator.cli import client as client_module
 from orchestrator.cli.client import SupervisorClient
-from orchestrator.cli.rollback import _await_claim
 from orchestrator.cli.status import describe as status_table
 from orchestrator.cli.terminal import output
 from orchestrator.clock import SystemClock
 from orchestrator.core.messages import Finish, NodeJoined
 from orchestrator.core.states import JobSpec
-from orchestrator.errors import RollbackError, SupervisorError
+from orchestrator.errors import SupervisorError
 from orchestrator.schedulers.base import NodeInfo, OnLost
+from orchestrator.storage.base import ObjectStore
 from orchestrator.storage.opening import open_store
 from orchestrator.supervisor.loop import Supervisor
 from orchestrator.supervisor.state_folder import StateFolder, SupervisorAddress, find_supervisor
@@ -431,30 +432,50 @@ def test_rollback_asks_the_running_job(command: Command, tmp_path: Path) -> None
     assert set(read_generations(store)) == {1}  # the verb itself claims nothing
 
 
-@pytest.mark.parametrize("claims", [True, False])
-def test_rollback_waits_for_the_claim(command: Command, tmp_path: Path, claims: bool) -> None:
+@pytest.fixture
+def asked_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Callable[..., Result]:
+    """`rollback --wait` of a job with a checkpoint of step 10; `then` happens once the supervisor has the request."""
     folder = tmp_path / "store" / "small"
     folder.mkdir(parents=True)
     store = open_store(str(folder))
     who = Claimant(job="small", owner="o", claimant="c", take_over=False)
     open_generation(store, who, None, (), 1.0)
     save(store, tmp_path, {"w": torch.ones(8)}, checkpoint=checkpoint_id(1, 10))
-    with RunningSupervisor(str(folder)):
-        if claims:
-            later = threading.Timer(1.0, open_generation, (store, who, 1, (), 1.0), {"rollback_to": 10})
-            later.start()
-        result = command("rollback", "small", "--to", "10", "--wait", "--timeout-seconds", "20" if claims else "0.5")
-    if claims:
-        later.join()
-        assert result.exit_code == 0
-        assert "done: it goes on from checkpoint g00000001-s0000000010" in result.stderr
-    else:
-        assert result.exit_code == 1
-        assert "error: the job 'small' has not gone back within 0.5 s" in result.stderr
-        assert "done: " not in result.stderr
+    request = SupervisorClient.request
+
+    def ask(then: Callable[[ObjectStore, Claimant, StateFolder], object], *words: str) -> Result:
+        def requested(client: SupervisorClient, *what: Any, **more: Any) -> None:
+            request(client, *what, **more)
+            then(store, who, StateFolder("small", str(folder)))
+
+        monkeypatch.setattr(SupervisorClient, "request", requested)
+        with RunningSupervisor(str(folder)):
+            return command("rollback", "small", "--to", "10", "--wait", *words)
+
+    return ask
 
 
-def test_rollback_says_that_the_supervisor_ended_before_it_went_back(tmp_path: Path) -> None:
-    store, state = open_store(str(tmp_path)), StateFolder("small", str(tmp_path))
-    with pytest.raises(RollbackError, match="has ended before it went back; give the same command again"):
-        _await_claim(store, state, "token", 10, 1, 20.0)
+def test_rollback_waits_for_the_claim(asked_of: Callable[..., Result]) -> None:
+    result = asked_of(lambda store, who, _: open_generation(store, who, 1, (), 1.0, rollback_to=10))
+    assert result.exit_code == 0, result.stderr
+    assert "done: it goes on from checkpoint g00000001-s0000000010" in result.stderr
+
+
+def test_rollback_does_not_take_another_claim_for_its_own(asked_of: Callable[..., Result]) -> None:
+    result = asked_of(lambda store, who, _: open_generation(store, who, 1, (), 1.0), "--timeout-seconds", "0.5")
+    assert result.exit_code == 1
+    assert "error: the job 'small' has not gone back within 0.5 s" in result.stderr
+    assert "done: " not in result.stderr
+
+
+def test_rollback_says_that_the_supervisor_ended_before_it_went_back(asked_of: Callable[..., Result]) -> None:
+    result = asked_of(lambda _store, _who, state: state.forget_supervisor())
+    assert result.exit_code == 2
+    assert "error: the job 'small' has ended before it went back; give the same command again" in result.stderr
+
+
+def test_rollback_says_why_it_was_refused(asked_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SupervisorClient, "status", lambda _: {"rollback": {"to": None, "refusal": "it has gone"}})
+    result = asked_of(lambda *_: None)
+    assert result.exit_code == 2
+    assert "error: not rolled back: it has gone" in result.stderr

@@ -215,6 +215,15 @@ def test_what_is_left_of_a_status_after_the_end() -> None:
     assert condition(failed, "Failed")["reason"] == "Fenced"
 
 
+@pytest.mark.parametrize(("before", "state"), [({}, "Pending"), ({"startedStep": 0}, "Restarting")])
+def test_between_two_runs(before: dict[str, Any], state: str) -> None:
+    """A run that ended so that the next one goes on; of a job that has trained that is no beginning."""
+    status = ended_status(
+        before, state="Pending", reason="drained", exit_code=75, edited=3, has_spec=True, now_wall=NOW
+    )
+    assert status["state"] == state
+
+
 def test_a_job_that_goes_on_after_its_end_has_not_ended_any_more() -> None:
     done = ended_status({}, state="Failed", reason="broken", exit_code=1, edited=3, has_spec=True, now_wall=NOW)
     again = status_of(running(), done, NOW + 5)

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.core.deadline import MARGIN_SECONDS, MARGIN_SHARE, Measured
 from orchestrator.core.job import new_job
-from orchestrator.core.preflight import measured_save_seconds
+from orchestrator.core.preflight import save_on_notice_seconds
 from orchestrator.core.ranks import Ranks, RankSet
 from orchestrator.core.states import Job, JobSpec
 
@@ -27,13 +27,13 @@ def job_of(measured: Measured, *, planned: int = 2) -> Job:
 
 def test_where_all_nodes_go_the_largest_shard_has_to_get_to_the_store() -> None:
     seconds = 2.0 + 1.0 + 24.0 + 0.5
-    assert measured_save_seconds(job_of(MEASURED)) == pytest.approx(seconds * (1 + MARGIN_SHARE) + MARGIN_SECONDS)
+    assert save_on_notice_seconds(job_of(MEASURED)) == pytest.approx(seconds * (1 + MARGIN_SHARE) + MARGIN_SECONDS)
 
 
 @pytest.mark.parametrize("unknown", ["step_seconds", "stage_seconds", "store_bytes_per_second"])
 def test_nothing_is_said_before_it_was_measured(unknown: str) -> None:
-    assert measured_save_seconds(job_of(replace(MEASURED, **{unknown: None}))) is None
+    assert save_on_notice_seconds(job_of(replace(MEASURED, **{unknown: None}))) is None
 
 
 def test_nothing_is_said_before_every_rank_has_planned() -> None:
-    assert measured_save_seconds(job_of(MEASURED, planned=1)) is None
+    assert save_on_notice_seconds(job_of(MEASURED, planned=1)) is None

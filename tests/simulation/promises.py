@@ -101,8 +101,8 @@ class Promises:
         """Whether no later rollback record forbids it."""
         return not any(
             record.rollback_to is not None
-            and record.rollback_through is not None
-            and checkpoint.generation <= record.rollback_through
+            and checkpoint.generation
+            <= (record.generation - 1 if record.rollback_through is None else record.rollback_through)
             and checkpoint.step > record.rollback_to
             for record in self._bounds
         )
