@@ -360,6 +360,7 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "seconds_without_step": 75.0,
         "hang": "rank 1 on node-1 is stopped (state T)",
         "loss_trouble": {"reason": "rank 2: the loss is nan at step 45", "ranks": 4},
+        "rollback": {"to": 40, "refusal": None},
         "newest_committed": "g00000003-s0000000040",
         "newest_committed_step": 40,
         "commit_age_seconds": 5.0,
@@ -398,6 +399,7 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "[red]node-2",
         "no step for 75.0 s: rank 1 on node-1 is stopped (state T)",
         "rank 2: the loss is nan at step 45; 3 more ranks as well",
+        "to step 40, as soon as the next generation can be opened",
     ):
         assert expected in text
     assert "\x1b" not in text
