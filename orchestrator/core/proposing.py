@@ -259,13 +259,13 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
 def _absent(turn: Turn) -> tuple[RankSet, float | None]:
     """The ranks of which no tensor is wanted, and the earliest deadline. What only they hold is wanted all the same.
 
-    They will go, or their node is condemned, and what its devices hold may be wrong: where somebody else holds it,
-    theirs is taken. Those that will go come first: what only they and condemned ones hold is taken from the latter.
+    They will go; or, where nobody goes, their node is condemned, and what its devices hold may be wrong: where somebody
+    else holds it, theirs is taken. Of one node only: the others' slots have room for the part of one.
     """
     job = turn.job
     assert job.gang is not None
-    going = job.ranks.dispensable(turn.ranks_on(job.going))
-    absent = going | job.ranks.dispensable(going | turn.ranks_on(job.condemned))
+    condemned = next((name for name in job.gang.nodes if name in job.condemned), None)
+    unwanted = turn.going_ranks() or turn.ranks_on(frozenset(() if condemned is None else (condemned,)))
     known = (job.nodes[name].deadline_seconds for name in turn.going_members())
     deadlines = [seconds for seconds in known if seconds is not None]
-    return absent, min(deadlines, default=None)
+    return job.ranks.dispensable(unwanted), min(deadlines, default=None)

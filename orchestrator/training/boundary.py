@@ -164,8 +164,7 @@ class Boundary:
             self._control.report_passed(step)
             return Passing.GO_ON
         leaves = self._record.mode is Mode.LEAVE
-        under_notice = bool(self._record.absent) or bool(self._control.signal)
-        may_overlap = not (leaves or final or under_notice)
+        may_overlap = not (leaves or final or self._control.signal)
         order = Order(slot=slot, step=step, absent=self._record.absent, may_overlap=may_overlap)
         generation = self._launch.generation
 
