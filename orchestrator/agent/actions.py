@@ -103,6 +103,7 @@ class StoreActions:
             skipped=opened.skipped,
             rollback_to=action.rollback_to,
             rollback_through=opened.rollback_through,
+            after=action.own or 0,
         )
 
     async def commit(self, action: Commit) -> IndexDecided | IndexFailed:

@@ -38,7 +38,7 @@ from orchestrator.core.messages import (
     RequestNodes,
 )
 from orchestrator.core.ranks import NOBODY, Ranks, RankSet
-from orchestrator.core.states import Ending, Leave, Phase, Trigger
+from orchestrator.core.states import Ending, Job, Leave, Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.core.wording import all_of, counted
 from orchestrator.errors import ExitCode
@@ -164,11 +164,11 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     """The generation is ours: launch, unless a member has gone in the meantime.
 
     A member that was given up as opener and answers after all will do: where every opening takes too long, none else
-    would ever count.
+    would ever count. But its base was chosen when it was asked: after another gang has trained, it is an old one.
     """
     job = turn.job
     turn.set(own=max(event.generation, job.own or 0))
-    if job.phase is not Phase.OPENING or event.node not in job.members:
+    if job.phase is not Phase.OPENING or event.node not in job.members or _is_outdated(job, event):
         return
     turn.set(opener=event.node, members=_led_by(event.node, job.members))
     job = turn.job
@@ -195,6 +195,11 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
         consider(turn)
         return
     _launch(turn, event)
+
+
+def _is_outdated(job: Job, event: GenerationOpened) -> bool:
+    """Whether it was asked for before the last gang was formed: it knows nothing of what that one has committed."""
+    return job.gang is not None and event.after is not None and event.after < job.gang.generation
 
 
 def _launch(turn: Turn, event: GenerationOpened) -> None:

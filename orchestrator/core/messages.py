@@ -202,6 +202,8 @@ class GenerationOpened:
     rollback_to: int | None = None
     """As it was asked for: no generation up to `rollback_through` counts beyond this step any more."""
     rollback_through: int | None = None
+    after: int | None = None
+    """The highest own generation that was known when it was asked for, 0 for none; None: not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

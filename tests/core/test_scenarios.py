@@ -250,6 +250,8 @@ def make_event(kind: type, given: dict[str, Any], job: Job) -> Event:
             values[name] = resolve(given[name], given.get("node"), job)
         elif name == "generation":
             values[name] = gang.generation if gang else 1
+        elif name == "after":
+            values[name] = job.own or 0
         elif name == "pid":
             values[name] = 1000 + given["rank"]
         elif name == "notice_id":
