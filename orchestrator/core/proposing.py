@@ -260,12 +260,15 @@ def _absent(turn: Turn) -> tuple[RankSet, float | None]:
     """The ranks of which no tensor is wanted, and the earliest deadline. What only they hold is wanted all the same.
 
     They will go, or their node is condemned, and what its devices hold may be wrong: where somebody else holds it,
-    theirs is taken. Those that will go come first: what only they and condemned ones hold is taken from the latter.
+    theirs is taken. Those that will go come first, and of condemned nodes one is left out at most: the others' slots
+    have room for the loss of one node, and a save for which they have none would be given up, again and again.
     """
     job = turn.job
     assert job.gang is not None
-    going = job.ranks.dispensable(turn.ranks_on(job.going))
-    absent = going | job.ranks.dispensable(going | turn.ranks_on(job.condemned))
+    absent = job.ranks.dispensable(turn.ranks_on(job.going))
+    for name in turn.gang_nodes():
+        if name in job.condemned and not absent:
+            absent = job.ranks.dispensable(turn.ranks_on(frozenset({name})))
     known = (job.nodes[name].deadline_seconds for name in turn.going_members())
     deadlines = [seconds for seconds in known if seconds is not None]
     return absent, min(deadlines, default=None)

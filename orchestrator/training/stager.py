@@ -23,7 +23,7 @@ from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.layout import Scope, ShardPlan, Shares, holder_sets, plan_shard
 from orchestrator.checkpoint.records import collector_resting
 from orchestrator.checkpoint.staging import Metadata, SlotFile
-from orchestrator.errors import ProtocolError
+from orchestrator.errors import ProtocolError, RefusedError
 from orchestrator.telemetry import reached
 from orchestrator.training import rng
 from orchestrator.training.boundary import Finish, Order, There
@@ -122,7 +122,11 @@ class StateStager:
 
     @collector_resting()
     def stage(self, order: Order, finish: Finish, there: There) -> None:
-        """Copy the state at this boundary into a slot: at once, or the most of it beside the next step."""
+        """Copy the state at this boundary into a slot: at once, or the most of it beside the next step.
+
+        Raises RefusedError if memory is short for what was planned. Where it is short for the shares of several nodes
+        that are absent at once, this step is given up, and training goes on.
+        """
         self.join()
         self._reached("before-stage", order)
         started_ns = time.perf_counter_ns()
@@ -152,11 +156,18 @@ class StateStager:
             )
 
         try:
-            copy = begin()
-        except ProtocolError:  # the values outgrew the header's reserved room
-            self._plans.clear()
-            plan = self._plan_for(captured, metadata, order.absent)
-            copy = begin()
+            try:
+                copy = begin()
+            except ProtocolError:  # the values outgrew the header's reserved room
+                self._plans.clear()
+                plan = self._plan_for(captured, metadata, order.absent)
+                copy = begin()
+        except RefusedError as error:
+            if not order.absent:
+                raise
+            _say(f"step {order.step} is not saved: more ranks are absent than room was reserved for: {error}")
+            finish(None, time.perf_counter_ns() - started_ns)
+            return
         at_once_ns = time.perf_counter_ns() - started_ns
         if way is Way.BLOCKING:
             copy.join()
