@@ -6,6 +6,7 @@ claim is made here, under the same lock and owner as `orchestrator run` has, and
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +23,7 @@ from orchestrator.errors import ConfigError, RollbackError, SupervisorError
 if TYPE_CHECKING:
     from orchestrator.core.messages import CheckpointId
     from orchestrator.storage.base import ObjectStore
-    from orchestrator.supervisor.state_folder import StateFolder
+    from orchestrator.supervisor.state_folder import StateFolder, SupervisorAddress
 
 
 def rollback(
@@ -66,7 +67,7 @@ def rollback(
         SupervisorClient(address).request("rollback", step=step)
         say(f"accepted: the job {job!r} ends its generation and goes on from checkpoint {target}")
         if wait:
-            _await_claim(objects, state, address.token, step, max(catalog.generations), timeout_seconds)
+            _await_claim(objects, state, address, step, max(catalog.generations), timeout_seconds)
             say(f"done: it goes on from checkpoint {target}")
     else:
         target = _claim(state, step, take_over=take_over)
@@ -83,29 +84,43 @@ def _state_of(job: str, store: str | None) -> StateFolder:
 
 
 def _await_claim(
-    store: ObjectStore, state: StateFolder, token: str, step: int, highest: int, timeout_seconds: float
+    store: ObjectStore, state: StateFolder, asked: SupervisorAddress, step: int, highest: int, timeout_seconds: float
 ) -> None:
     """Until a generation above `highest` is claimed with the step.
 
-    Raises RollbackError if the supervisor with this token has ended without it, SupervisorError when the time is over.
+    Raises RollbackError if the supervisor that was asked has ended without it, or does not want it any more,
+    SupervisorError when the time is over.
     """
     from orchestrator.checkpoint.catalog import claimed
     from orchestrator.checkpoint.generations import read_claim
 
-    until, seen = time.monotonic() + timeout_seconds, highest
+    until, seen, was_wanted = time.monotonic() + timeout_seconds, highest, False
     while time.monotonic() < until:
         address = state.supervisor()  # before the look: it may claim, and end
+        is_wanted = _is_wanted(asked, step)
         for number in sorted(number for number in claimed(store) if number > seen):
             if read_claim(store, number).rollback_to == step:
                 return
             seen = number
-        if address is None or address.token != token:
+        if address is None or (address.pid, address.start_ticks) != (asked.pid, asked.start_ticks):
+            # one that takes the gang back has the same token, and knows nothing of the request
             raise RollbackError(f"the job {state.job!r} has ended before it went back; give the same command again")
+        if was_wanted and is_wanted is False:
+            raise RollbackError(f"the job {state.job!r} has not gone back; its events say why")
+        was_wanted = was_wanted or is_wanted is True
         time.sleep(POLL_SECONDS)
     raise SupervisorError(
         f"the job {state.job!r} has not gone back within {timeout_seconds:g} s; `orchestrator status {state.job}` "
         "shows what it waits for"
     )
+
+
+def _is_wanted(asked: SupervisorAddress, step: int) -> bool | None:
+    """Whether the supervisor still means to go back to the step; None if it does not say."""
+    with contextlib.suppress(SupervisorError):
+        status = SupervisorClient(asked).status()
+        return bool(status["rollback_to"] == step) if "rollback_to" in status else None
+    return None
 
 
 def _claim(state: StateFolder, step: int, *, take_over: bool) -> CheckpointId:

@@ -196,6 +196,7 @@ def describe(job: Job, now_seconds: float, pids: dict[str, int | None]) -> dict[
         "world_size": job.gang.world_size if job.gang else 0,
         "step": job.highest_step,
         "until": job.until,
+        "rollback_to": job.rollback_to,
         "progress": progress,
         "eta_seconds": eta,
         "step_seconds": step_seconds,

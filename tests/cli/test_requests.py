@@ -453,5 +453,35 @@ def test_rollback_waits_for_the_claim(command: Command, tmp_path: Path, claims: 
 
 def test_rollback_says_that_the_supervisor_ended_before_it_went_back(tmp_path: Path) -> None:
     store, state = open_store(str(tmp_path)), StateFolder("small", str(tmp_path))
+    asked = SupervisorAddress(job="small", url="http://127.0.0.1:1", token=TOKEN, pid=1, start_ticks=1)
     with pytest.raises(RollbackError, match="has ended before it went back; give the same command again"):
-        _await_claim(store, state, "token", 10, 1, 20.0)
+        _await_claim(store, state, asked, 10, 1, 20.0)
+
+
+def test_rollback_is_forgotten_by_a_supervisor_that_takes_the_gang_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has the token of the one that was asked."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store, state = open_store(str(tmp_path / "small")), StateFolder("small", str(tmp_path / "small"))
+    asked = SupervisorAddress(job="small", url="http://127.0.0.1:1", token=TOKEN, pid=os.getpid(), start_ticks=1)
+    state.make()
+    state.publish("http://127.0.0.1:1", TOKEN)
+    with pytest.raises(RollbackError, match="has ended before it went back"):
+        _await_claim(store, state, asked, 10, 1, 20.0)
+
+
+def test_rollback_says_that_the_supervisor_has_thought_better_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The checkpoint is gone, or somebody has asked for another one: no claim will ever have this step."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store, state = open_store(str(tmp_path / "small")), StateFolder("small", str(tmp_path / "small"))
+    state.make()
+    state.publish("http://127.0.0.1:1", TOKEN)
+    asked = state.supervisor()
+    assert asked is not None
+    wanted = iter([None, 10, 10, None])
+    monkeypatch.setattr(SupervisorClient, "status", lambda _: {"rollback_to": next(wanted)})
+    with pytest.raises(RollbackError, match="has not gone back; its events say why"):
+        _await_claim(store, state, asked, 10, 1, 20.0)
