@@ -138,7 +138,12 @@ class StoreActions:
         try:
             async with self._sweeping:
                 done = await asyncio.to_thread(
-                    self._sweeper.sweep, generation, keep, action.in_flight, action.grace_seconds
+                    self._sweeper.sweep,
+                    generation,
+                    keep,
+                    action.in_flight,
+                    action.grace_seconds,
+                    claimed_through=action.claimed_through,
                 )
         except OrchestratorError as error:
             return Swept(node=node, generation=generation, problem=str(error))

@@ -729,6 +729,8 @@ class Sweep:
     keep_every_steps: int
     in_flight: tuple[CheckpointId, ...]
     grace_seconds: float
+    claimed_through: int = 0
+    """Up to there the job's own claims go beyond `generation`; no gang was formed in them, and none will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,7 +92,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-RARE = ("holders", "rollback_to")
+RARE = ("holders", "rollback_to", "claimed_through")
 """Fields that are shown only where they say something."""
 
 
