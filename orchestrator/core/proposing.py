@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core import agreement, breaking, courses, hanging, settling, shards, straggling
-from orchestrator.core.commit import Save
+from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, periodic_step, steps_between
 from orchestrator.core.ranks import RankSet
@@ -51,12 +51,14 @@ def on_progress(turn: Turn, event: Progress) -> None:
 def _find_missed(turn: Turn, event: Progress) -> None:
     """A gang that was taken back has told of all its shards: who is past a decided step without one will not stage it.
 
-    It was settled, and not every node had heard of it when the earlier supervisor died. The index says how.
+    It was settled, and not every node had heard of it when the earlier supervisor died. The index says how. An absent
+    rank may have passed it as well: that is not told again, and the index would be kept waiting.
     """
     for rank in event.ranks:
-        save = settling.staging_save(turn)
-        if save is not None and rank.step > save.id.step and rank.rank not in save.staged | save.given_up:
-            _missed(turn, save, rank.rank, f"is at step {rank.step} and holds no shard of it any more")
+        for save in list(turn.job.saves.values()):
+            is_open = save.state in (SaveState.STAGING, SaveState.UPLOADING)
+            if is_open and rank.step > save.id.step and rank.rank not in save.staged | save.given_up:
+                _missed(turn, save, rank.rank, f"is at step {rank.step} and holds no shard of it any more")
 
 
 def on_echoed(turn: Turn, event: Echoed) -> None:
