@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mode
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -81,11 +82,15 @@ class StateStager:
         """Nobody, or all ranks of one node, if this rank is not one of them.
 
         Nodes that take equal shares from this rank need not all be tried: the first and the last one, and of those that
-        hold the same part of the state as this rank.
+        hold the same part of the state as this rank, also those with the most of its holders before and after this one.
         """
-        world, local, own = self._launch.world_size, self._launch.local_world_size, self._launch.rank
-        others = [[rank for rank in twins if rank // local != own // local] for twins in (range(world), *self.twins)]
-        firsts = {rank // local * local for ranks in others if ranks for rank in (ranks[0], ranks[-1])}
+        world, local = self._launch.world_size, self._launch.local_world_size
+        own, nodes = self._launch.rank // local, set[int]()
+        for twins in (range(world), *self.twins):
+            holders = [rank // local for rank in twins]
+            for found in ([node for node in holders if node < own], [node for node in holders if node > own]):
+                nodes.update((found[0], found[-1], mode(found)) if found else ())
+        firsts = [node * local for node in nodes]
         return [(), *(tuple(range(first, min(first + local, world))) for first in sorted(firsts))]
 
     def _plan_for(self, captured: Captured, metadata: Metadata, absent: tuple[int, ...]) -> ShardPlan:
