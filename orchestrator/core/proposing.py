@@ -268,9 +268,10 @@ def _absent(turn: Turn) -> tuple[RankSet, float | None]:
     job = turn.job
     assert job.gang is not None
     absent = job.ranks.dispensable(turn.ranks_on(job.going))
-    for name in turn.gang_nodes():
-        if name in job.condemned and not absent:
-            absent = job.ranks.dispensable(turn.ranks_on(frozenset({name})))
+    members = turn.gang_nodes()
+    condemned = [name for name in members if name in job.condemned]
+    for name in condemned if len(condemned) < len(members) else ():
+        absent = absent or job.ranks.dispensable(turn.ranks_on(frozenset({name})))
     known = (job.nodes[name].deadline_seconds for name in turn.going_members())
     deadlines = [seconds for seconds in known if seconds is not None]
     return absent, min(deadlines, default=None)
