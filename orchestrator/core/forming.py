@@ -170,6 +170,8 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     turn.set(own=max(event.generation, job.own or 0))
     if job.phase is not Phase.OPENING or event.node not in job.members or _is_outdated(job, event):
         return
+    if job.ending is not None and event.node != job.opener:
+        return  # the opener may still claim a higher number: an end record before that would not be the last word
     turn.set(opener=event.node, members=_led_by(event.node, job.members))
     job = turn.job
     base = f"checkpoint {event.base}" if event.base else "a fresh start"
