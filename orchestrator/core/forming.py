@@ -251,6 +251,7 @@ def _begin(turn: Turn, gang: Gang, base: CheckpointId | None) -> None:
         attempt=1,
         ballot=0,
         saves={},
+        shard_bytes=0,
         last_save_step=step,
         leave=None,
         fault=None,
