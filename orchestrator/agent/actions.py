@@ -107,6 +107,7 @@ class StoreActions:
             skipped=opened.skipped,
             rollback_to=action.rollback_to,
             rollback_through=opened.rollback_through,
+            after=action.own or 0,
         )
 
     async def commit(self, action: Commit) -> IndexDecided | IndexFailed:
@@ -141,7 +142,12 @@ class StoreActions:
         try:
             async with self._sweeping:
                 done = await asyncio.to_thread(
-                    self._sweeper.sweep, generation, keep, action.in_flight, action.grace_seconds
+                    self._sweeper.sweep,
+                    generation,
+                    keep,
+                    action.in_flight,
+                    action.grace_seconds,
+                    claimed_through=action.claimed_through,
                 )
         except OrchestratorError as error:
             return Swept(node=node, generation=generation, problem=str(error))

@@ -76,22 +76,30 @@ class Sweeper:
         self._unfinished = Ages[Unfinished]()
 
     def sweep(
-        self, generation: int, keep: Keep, in_flight: Collection[CheckpointId], grace_seconds: float
+        self,
+        generation: int,
+        keep: Keep,
+        in_flight: Collection[CheckpointId],
+        grace_seconds: float,
+        *,
+        claimed_through: int = 0,
     ) -> SweepResult:
         """One sweep by `generation`; `in_flight` are its decided steps that are not settled, which it leaves alone.
 
+        `claimed_through`: up to there the job has claimed generations itself, which nobody will use any more.
         Raises FencedError if a higher generation is there, SweepRefusedError with what is in the way, StoreError,
         FormatError. What was done until then stays done, and the next sweep goes on with it.
         """
         catalog = survey(self._store, self._known)
-        check_highest(catalog.generations, generation)
+        check_highest(catalog.generations, generation, claimed_through)
         abandoned, committed = self._decide(catalog, in_flight, grace_seconds)
         if abandoned or committed:
             catalog = survey(self._store, self._known)
-        retired = retire(self._store, catalog, generation, keep)
+        retired = retire(self._store, catalog, generation, keep, claimed_through)
         over = (Standing.ABANDONED, Standing.RETIRED)
         garbage = {entry.id for entry in catalog.entries if entry.standing in over and entry.size_bytes}
-        freed_bytes = delete_shards(self._store, generation, sorted({*retired, *garbage} - set(in_flight)))
+        going = sorted({*retired, *garbage} - set(in_flight))
+        freed_bytes = delete_shards(self._store, generation, going, claimed_through)
         return SweepResult(
             retired=retired,
             abandoned=abandoned,
@@ -147,14 +155,18 @@ class Ages(Generic[ThingT]):
         return [thing for thing, since in self._since.items() if now_seconds - since >= grace_seconds]
 
 
-def retire(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> tuple[CheckpointId, ...]:
-    """Mark what is not kept; which ones. Nothing of them is deleted yet.
+def retire(
+    store: ObjectStore, catalog: Catalog, generation: int, keep: Keep, claimed_through: int = 0
+) -> tuple[CheckpointId, ...]:
+    """Mark what is not kept; which ones. Nothing of them is deleted yet. What an unused generation chose stays as well.
 
     Raises FencedError if the catalog shows a higher generation at work: by whose checkpoints would it be counted?
     Raises SweepRefusedError, StoreError.
     """
-    check_highest([*catalog.generations, *(entry.id.generation for entry in catalog.entries)], generation)
-    going = [fate for fate in fates(store, catalog, generation, keep) if not fate.keep]
+    there = [*catalog.generations, *(entry.id.generation for entry in catalog.entries)]
+    check_highest(there, generation, claimed_through)
+    bases = _bases(store, generation, claimed_through)
+    going = [fate for fate in fates(store, catalog, generation, keep) if not fate.keep and fate.id not in bases]
     if going:
         check_may_delete(store)
     for fate in reversed(going):  # the oldest first: whatever stops this, the newest are left
@@ -191,7 +203,9 @@ def fates(store: ObjectStore, catalog: Catalog, generation: int, keep: Keep) -> 
     return choose(catalog.entries, keep, base.id)
 
 
-def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[CheckpointId]) -> int:
+def delete_shards(
+    store: ObjectStore, generation: int, checkpoints: Sequence[CheckpointId], claimed_through: int = 0
+) -> int:
     """Delete receipts and shards of checkpoints that are retired or abandoned; how many bytes that were.
 
     The generation's base stays: its mark may be void, and whoever looked before it was chosen does not know that.
@@ -199,12 +213,13 @@ def delete_shards(store: ObjectStore, generation: int, checkpoints: Sequence[Che
     """
     if not checkpoints:
         return 0
-    check_highest([*claimed(store), *_next_claim(store, generation)], generation)
-    base = read_base(store, generation)
+    next_claim = _next_claim(store, max(generation, claimed_through))
+    check_highest([*claimed(store), *next_claim], generation, claimed_through)
+    bases = _bases(store, generation, claimed_through)
     freed_bytes = 0
     with ThreadPoolExecutor(DELETES_AT_ONCE, thread_name_prefix="delete") as pool:
         for checkpoint in checkpoints:
-            if base is not None and checkpoint == base.id:
+            if checkpoint in bases:
                 continue
             entries = [entry for entry in store.entries(fmt.folder_key(checkpoint) + "/") if _goes(entry.key)]
             for deletion in [pool.submit(store.delete, entry.key) for entry in entries]:
@@ -220,10 +235,16 @@ def _goes(key: str) -> bool:
     return parsed is not None and (fmt.parse_shard_key(key) or fmt.parse_receipt_name(parsed[1])) is not None
 
 
-def check_highest(generations: Collection[int], generation: int) -> None:
-    """Raises FencedError if there is a higher generation: it alone deletes."""
+def _bases(store: ObjectStore, generation: int, claimed_through: int) -> set[CheckpointId]:
+    """What this generation started from, and what the newest of the unused ones would have."""
+    found = (read_base(store, number) for number in {generation, max(generation, claimed_through)})
+    return {base.id for base in found if base is not None and base.id is not None}
+
+
+def check_highest(generations: Collection[int], generation: int, claimed_through: int = 0) -> None:
+    """Raises FencedError if there is a higher generation that is not one of our own, unused: it alone deletes."""
     highest = max(generations, default=generation)
-    if highest > generation:
+    if highest > max(generation, claimed_through):
         raise FencedError(f"generation {highest} is there: generation {generation} deletes nothing any more")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ from orchestrator.errors import ConfigError, RollbackError, SupervisorError
 if TYPE_CHECKING:
     from orchestrator.core.messages import CheckpointId
     from orchestrator.storage.base import ObjectStore
-    from orchestrator.supervisor.state_folder import StateFolder
+    from orchestrator.supervisor.state_folder import StateFolder, SupervisorAddress
 
 
 def rollback(
@@ -98,38 +98,45 @@ def _await_claim(
 ) -> None:
     """Until a generation above `highest` is claimed with the step.
 
-    Raises RollbackError if none will be, because it was refused or the supervisor has ended; SupervisorError when the
-    time is over.
+    Raises RollbackError if none will be, because it was refused, another request has taken its place, or the supervisor
+    that was asked has ended; SupervisorError when the time is over.
     """
-    job, until = state.job, time.monotonic() + timeout_seconds
+    job, until, was_wanted = state.job, time.monotonic() + timeout_seconds, False
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
-        runs, refusal = _is_there(state, client), _refusal(client)  # before the store: it may claim, and end
+        runs, answer = _is_there(state, client.address), _answer(client)  # before the store: it may claim, and end
         if _is_claimed(store, step, highest):
             return
-        if refusal is not None:
-            raise RollbackError(f"not rolled back: {refusal}")
+        if answer is not None and answer["refusal"] is not None:
+            raise RollbackError(f"not rolled back: {answer['refusal']}")
         if not runs:
             raise RollbackError(f"the job {job!r} has ended before it went back; give the same command again")
+        is_wanted = answer is not None and answer["to"] == step
+        if was_wanted and answer is not None and not is_wanted:
+            raise RollbackError(f"the job {job!r} was asked meanwhile to go back to step {answer['to']}")
+        was_wanted = was_wanted or is_wanted
     raise SupervisorError(
         f"the job {job!r} has not gone back within {timeout_seconds:g} s; `orchestrator status {job}` shows what it "
         "waits for"
     )
 
 
-def _is_there(state: StateFolder, client: SupervisorClient) -> bool:
-    """Whether the supervisor that was asked still is the job's."""
-    address = state.supervisor()
-    return address is not None and address.token == client.address.token
+def _is_there(state: StateFolder, asked: SupervisorAddress) -> bool:
+    """Whether the supervisor that was asked still is the job's.
+
+    One that takes its gang back has the same token, and knows nothing of the request.
+    """
+    found = state.supervisor()
+    return found is not None and (found.pid, found.start_ticks) == (asked.pid, asked.start_ticks)
 
 
-def _refusal(client: SupervisorClient) -> str | None:
-    """Why it will not go back, if it has said so."""
+def _answer(client: SupervisorClient) -> dict[str, Any] | None:
+    """What it says of going back; None if it says nothing."""
     try:
-        refusal: str | None = client.status()["rollback"]["refusal"]
+        answer: dict[str, Any] = client.status()["rollback"]
     except SupervisorError:  # it is busy, or gone
         return None
-    return refusal
+    return answer
 
 
 def _is_claimed(store: ObjectStore, step: int, highest: int) -> bool:

@@ -38,6 +38,8 @@ class Save(Changeable):
     given_up: RankSet = NOBODY
     """Absent ranks that went past the step or could not upload: nothing of theirs comes, and nothing is missed."""
     size_bytes: int = 0
+    largest_bytes: int = 0
+    """Of the largest shard that was staged."""
     complete_at_seconds: float = 0.0
     """When the last required rank had staged: since then it is uploaded."""
     asked: Mapping[int, str] = field(default_factory=dict)

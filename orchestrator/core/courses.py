@@ -103,6 +103,8 @@ def _situation(turn: Turn, victims: RankSet, first: Node | None, *, may_wait: bo
     own_bytes = [
         job.ranks.unique_bytes[rank] if rank in dispensable else job.ranks.slot_bytes[rank] for rank in victims
     ]
+    if not dispensable and not job.condemned and job.shard_bytes:  # nobody will be absent: a slot has room for more
+        own_bytes = [min(max(own_bytes, default=0), job.shard_bytes)]
     return Situation(
         remaining_seconds=None if deadline_seconds is None else max(deadline_seconds - turn.now, 0.0),
         trained=job.highest_step > job.ranks.base_step,
@@ -136,6 +138,13 @@ def _pending(turn: Turn, victims: RankSet) -> tuple[Pending, ...]:
     return tuple(_as_pending(turn, save, victims) for save in sorted(saves, key=lambda save: save.id, reverse=True))
 
 
+def _largest_bytes(turn: Turn, save: Save, needed: RankSet) -> int:
+    """Of the shards of these ranks: as they are staged if that is known, else as large as their slots."""
+    if needed and needed <= save.staged and save.largest_bytes:
+        return save.largest_bytes
+    return max((turn.job.ranks.slot_bytes[rank] for rank in needed), default=0)
+
+
 def _as_pending(turn: Turn, save: Save, victims: RankSet) -> Pending:
     complete = save.state is not SaveState.STAGING
     needed = (save.required & victims) - save.durable - save.held
@@ -143,6 +152,6 @@ def _as_pending(turn: Turn, save: Save, victims: RankSet) -> Pending:
         step=save.id.step,
         complete=complete,
         steps_away=max(0, save.id.step - turn.job.highest_step),
-        size_bytes=max((turn.job.ranks.slot_bytes[rank] for rank in needed), default=0),
+        size_bytes=_largest_bytes(turn, save, needed),
         uploading_seconds=turn.now - save.complete_at_seconds if complete else 0.0,
     )

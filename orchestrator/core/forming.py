@@ -171,12 +171,14 @@ def on_generation_opened(turn: Turn, event: GenerationOpened) -> None:
     """The generation is ours: launch, unless a member has gone in the meantime.
 
     A member that was given up as opener and answers after all will do: where every opening takes too long, no other
-    would ever count.
+    would ever count. But its base was chosen when it was asked: after another gang has trained, it is an old one.
     """
     job = turn.job
     turn.set(own=max(event.generation, job.own or 0))
-    if job.phase is not Phase.OPENING or event.node not in job.members:
+    if job.phase is not Phase.OPENING or event.node not in job.members or _is_outdated(job, event):
         return
+    if job.ending is not None and event.node != job.opener:
+        return  # the opener may still claim a higher number: an end record before that would not be the last word
     turn.set(opener=event.node, members=_led_by(event.node, job.members))
     unused = _why_unused(turn.job, event)
     rollback.on_opened(turn, event)
@@ -226,6 +228,11 @@ def _note_opened(turn: Turn, event: GenerationOpened) -> None:
         turn.note("checkpoint skipped", problem, generation=event.generation)
 
 
+def _is_outdated(job: Job, event: GenerationOpened) -> bool:
+    """Whether it was asked for before the last gang was formed: it knows nothing of what that one has committed."""
+    return job.gang is not None and event.after is not None and event.after < job.gang.generation
+
+
 def _launch(turn: Turn, event: GenerationOpened) -> None:
     job = turn.job
     _note_restart(turn, event, job.gang.world_size if job.gang else None)
@@ -273,6 +280,7 @@ def _begin(turn: Turn, gang: Gang, base: CheckpointId | None) -> None:
         attempt=1,
         ballot=0,
         saves={},
+        shard_bytes=0,
         last_save_step=step,
         leave=None,
         fault=None,

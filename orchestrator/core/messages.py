@@ -202,6 +202,8 @@ class GenerationOpened:
     rollback_to: int | None = None
     """As it was asked for: no generation up to `rollback_through` counts beyond this step any more."""
     rollback_through: int | None = None
+    after: int | None = None
+    """The highest own generation that was known when it was asked for, 0 for none; None: not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -737,6 +739,8 @@ class Sweep:
     keep_every_steps: int
     in_flight: tuple[CheckpointId, ...]
     grace_seconds: float
+    claimed_through: int = 0
+    """Up to there the job's own claims go beyond `generation`; no gang was formed in them, and none will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

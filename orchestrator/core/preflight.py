@@ -31,7 +31,7 @@ def _save_on_notice(job: Job, *, all_go: bool) -> Option | None:
         step=job.highest_step + 1,
         complete=False,
         steps_away=1,
-        size_bytes=largest_bytes if all_go else ranks.unique_bytes.highest or 0,
+        size_bytes=(job.shard_bytes or largest_bytes) if all_go else ranks.unique_bytes.highest or 0,
     )
     measured = replace(job.measured, step_seconds=ranks.step_seconds.highest or job.measured.step_seconds)
     return to_store(Course.SAVE, one, measured)

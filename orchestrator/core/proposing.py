@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core import agreement, breaking, courses, hanging, settling, shards, straggling
-from orchestrator.core.commit import Save
+from orchestrator.core.commit import Save, SaveState
 from orchestrator.core.messages import CheckpointId, Decide, Echoed, Mode, Passed, Prepare, Progress, Refused, SaveAsked
 from orchestrator.core.policy import arm_now, periodic_step, steps_between
-from orchestrator.core.ranks import RankSet
+from orchestrator.core.ranks import NOBODY, RankSet
 from orchestrator.core.states import Phase, Trigger
 from orchestrator.core.turn import Turn
 from orchestrator.core.wording import all_of, counted
@@ -51,12 +51,14 @@ def on_progress(turn: Turn, event: Progress) -> None:
 def _find_missed(turn: Turn, event: Progress) -> None:
     """A gang that was taken back has told of all its shards: who is past a decided step without one will not stage it.
 
-    It was settled, and not every node had heard of it when the earlier supervisor died. The index says how.
+    It was settled, and not every node had heard of it when the earlier supervisor died. The index says how. An absent
+    rank may have passed it as well: that is not told again, and the index would be kept waiting.
     """
     for rank in event.ranks:
-        save = settling.staging_save(turn)
-        if save is not None and rank.step > save.id.step and rank.rank not in save.staged | save.given_up:
-            _missed(turn, save, rank.rank, f"is at step {rank.step} and holds no shard of it any more")
+        for save in list(turn.job.saves.values()):
+            is_open = save.state in (SaveState.STAGING, SaveState.UPLOADING)
+            if is_open and rank.step > save.id.step and rank.rank not in save.staged | save.given_up:
+                _missed(turn, save, rank.rank, f"is at step {rank.step} and holds no shard of it any more")
 
 
 def on_echoed(turn: Turn, event: Echoed) -> None:
@@ -259,13 +261,18 @@ def _decide(turn: Turn, proposal: agreement.Proposal) -> None:
 def _absent(turn: Turn) -> tuple[RankSet, float | None]:
     """The ranks of which no tensor is wanted, and the earliest deadline. What only they hold is wanted all the same.
 
-    They will go; or, where nobody goes, their node is condemned, and what its devices hold may be wrong: where somebody
-    else holds it, theirs is taken. Of one node only: the others' slots have room for the part of one.
+    They will go, or their node is condemned, and what its devices hold may be wrong: where somebody else holds it,
+    theirs is taken. Those that will go come first, and of condemned nodes one is left out at most: the others' slots
+    have room for the loss of one node, and a save for which they have none would be given up, again and again.
     """
     job = turn.job
     assert job.gang is not None
-    condemned = next((name for name in job.gang.nodes if name in job.condemned), None)
-    unwanted = turn.going_ranks() or turn.ranks_on(frozenset(() if condemned is None else (condemned,)))
+    absent = job.ranks.dispensable(turn.going_ranks())
+    members = turn.gang_nodes()
+    condemned = [name for name in members if name in job.condemned]
+    if not absent and len(condemned) < len(members):
+        each = (job.ranks.dispensable(turn.ranks_on(frozenset({name}))) for name in condemned)
+        absent = next(filter(None, each), NOBODY)
     known = (job.nodes[name].deadline_seconds for name in turn.going_members())
     deadlines = [seconds for seconds in known if seconds is not None]
-    return job.ranks.dispensable(unwanted), min(deadlines, default=None)
+    return absent, min(deadlines, default=None)

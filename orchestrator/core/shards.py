@@ -17,8 +17,14 @@ def on_staged(turn: Turn, event: Staged) -> None:
     if save is None or save.state is SaveState.ABANDONING or event.rank in save.staged:
         return
     _measure(turn, stage_seconds=event.seconds if not save.staged else max(event.seconds, _stage_seconds(turn)))
-    save = save.changed(staged=save.staged.plus(event.rank), size_bytes=save.size_bytes + event.size_bytes)
+    save = save.changed(
+        staged=save.staged.plus(event.rank),
+        size_bytes=save.size_bytes + event.size_bytes,
+        largest_bytes=max(save.largest_bytes, event.size_bytes),
+    )
     turn.set_save(save)
+    if save.complete and not save.absent:
+        turn.set(shard_bytes=save.largest_bytes)
     if save.complete and save.state is SaveState.STAGING:
         save = save.changed(state=SaveState.UPLOADING, complete_at_seconds=turn.now)
         turn.set_save(save)

@@ -266,6 +266,8 @@ class Job(Changeable):
     """Where nodes stand, of those of which it is known; names are never given twice."""
     going: frozenset[str] = frozenset()
     """The nodes that a notice has named."""
+    shard_bytes: int = 0
+    """The largest shard of this generation's last save from which nobody was absent; 0: none yet. Slots are larger."""
     hinted: frozenset[str] = frozenset()
     """The nodes that may go, as a hint said."""
     condemned: frozenset[str] = frozenset()

@@ -48,6 +48,7 @@ def _ask(turn: Turn, node: str) -> None:
             keep_every_steps=job.spec.keep_every_steps,
             in_flight=tuple(sorted(job.saves)),
             grace_seconds=job.spec.sweep_grace_seconds,
+            claimed_through=job.own if job.own is not None and job.own > job.gang.generation else 0,
         )
     )
 

@@ -362,6 +362,7 @@ class Replay:
             meeting_address="simulated",
             meeting_port=1,
             rolled_forward=len(undecided),
+            after=action.own or 0,
         )
         self.post(opened)
 

@@ -256,7 +256,8 @@ class SlurmJob:
             case "committed" if self.supervisor is not None:
                 seconds = save_on_notice_seconds(self.supervisor.job)
                 if seconds is not None:
-                    self.state.note_save(seconds)
+                    with contextlib.suppress(ConfigError):  # a home that is full must not end the job
+                        self.state.note_save(seconds)
             case "generation opened":  # a copy that came later has lost the claim, its address may stand there
                 with contextlib.suppress(ConfigError):
                     self._republish()

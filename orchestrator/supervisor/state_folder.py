@@ -118,7 +118,10 @@ class StateFolder:
         _write_private(self.path / "slurm.json", json.dumps({"job_id": job_id}))
 
     def note_save(self, seconds: float) -> None:
-        """How long a save of this job was measured to take from the notice to the commit: for its next submission."""
+        """How long a save of this job was measured to take from the notice to the commit: for its next submission.
+
+        Raises ConfigError.
+        """
         _write_private(self.path / "save.json", json.dumps({"seconds": seconds}))
 
     def save_seconds(self) -> float | None:

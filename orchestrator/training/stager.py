@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mode
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +24,7 @@ from orchestrator.checkpoint.launch import Launch
 from orchestrator.checkpoint.layout import Scope, ShardPlan, Shares, holder_sets, plan_shard
 from orchestrator.checkpoint.records import collector_resting
 from orchestrator.checkpoint.staging import Metadata, SlotFile
-from orchestrator.errors import ProtocolError
+from orchestrator.errors import ProtocolError, RefusedError
 from orchestrator.telemetry import reached
 from orchestrator.training import rng
 from orchestrator.training.boundary import Finish, Order, There
@@ -81,11 +82,15 @@ class StateStager:
         """Nobody, or all ranks of one node, if this rank is not one of them.
 
         Nodes that take equal shares from this rank need not all be tried: the first and the last one, and of those that
-        hold the same part of the state as this rank.
+        hold the same part of the state as this rank, also those with the most of its holders before and after this one.
         """
-        world, local, own = self._launch.world_size, self._launch.local_world_size, self._launch.rank
-        others = [[rank for rank in twins if rank // local != own // local] for twins in (range(world), *self.twins)]
-        firsts = {rank // local * local for ranks in others if ranks for rank in (ranks[0], ranks[-1])}
+        world, local = self._launch.world_size, self._launch.local_world_size
+        own, nodes = self._launch.rank // local, set[int]()
+        for twins in (range(world), *self.twins):
+            holders = [rank // local for rank in twins]
+            for found in ([node for node in holders if node < own], [node for node in holders if node > own]):
+                nodes.update((found[0], found[-1], mode(found)) if found else ())
+        firsts = [node * local for node in nodes]
         return [(), *(tuple(range(first, min(first + local, world))) for first in sorted(firsts))]
 
     def _plan_for(self, captured: Captured, metadata: Metadata, absent: tuple[int, ...]) -> ShardPlan:
@@ -122,7 +127,11 @@ class StateStager:
 
     @collector_resting()
     def stage(self, order: Order, finish: Finish, there: There) -> None:
-        """Copy the state at this boundary into a slot: at once, or the most of it beside the next step."""
+        """Copy the state at this boundary into a slot: at once, or the most of it beside the next step.
+
+        Raises RefusedError if memory is short for what was planned. Where it is short for the shares of several nodes
+        that are absent at once, this step is given up, and training goes on.
+        """
         self.join()
         self._reached("before-stage", order)
         started_ns = time.perf_counter_ns()
@@ -152,11 +161,18 @@ class StateStager:
             )
 
         try:
-            copy = begin()
-        except ProtocolError:  # the values outgrew the header's reserved room
-            self._plans.clear()
-            plan = self._plan_for(captured, metadata, order.absent)
-            copy = begin()
+            try:
+                copy = begin()
+            except ProtocolError:  # the values outgrew the header's reserved room
+                self._plans.clear()
+                plan = self._plan_for(captured, metadata, order.absent)
+                copy = begin()
+        except RefusedError as error:
+            if not order.absent:
+                raise
+            _say(f"step {order.step} is not saved: more ranks are absent than room was reserved for: {error}")
+            finish(None, time.perf_counter_ns() - started_ns)
+            return
         at_once_ns = time.perf_counter_ns() - started_ns
         if way is Way.BLOCKING:
             copy.join()

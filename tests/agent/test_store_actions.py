@@ -88,12 +88,12 @@ async def test_opening_tells_base_and_meeting_place(store: MemoryStore, tmp_path
     actions = actions_of(store, tmp_path)
     opened = await actions.open_generation(opening())
     assert isinstance(opened, GenerationOpened)
-    assert (opened.generation, opened.base, opened.rolled_forward) == (1, None, 0)
+    assert (opened.generation, opened.base, opened.rolled_forward, opened.after) == (1, None, 0, 0)
     assert 0 < opened.meeting_port < 65536
     checkpoint = upload_all(store, tmp_path, SMALL)
     opened = await actions.open_generation(opening(own=1))
     assert isinstance(opened, GenerationOpened)
-    assert (opened.generation, opened.base, opened.rolled_forward) == (2, checkpoint, 1)
+    assert (opened.generation, opened.base, opened.rolled_forward, opened.after) == (2, checkpoint, 1, 1)
 
 
 @pytest.mark.parametrize(("outcome", "refusal"), [(Outcome.DONE, Refusal.DONE), (Outcome.CANCELLED, Refusal.CANCELLED)])

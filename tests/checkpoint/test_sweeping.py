@@ -612,3 +612,35 @@ def test_a_base_is_not_deleted_by_whoever_looked_before_it_was_chosen(tmp_path: 
     assert retire(store, catalog, 2, ONE) == ()
     assert delete_shards(store, 2, [old]) == 0
     assert standings(store)[10] is Standing.COMMITTED
+
+
+def test_own_claims_that_nobody_uses_are_not_in_the_way_but_a_later_one_is(tmp_path: Path, time: Time) -> None:
+    """Two openers were asked, and the gang was formed with the first answer: nothing was deleted all its life."""
+    store = MemoryStore()
+    (base,) = saved(store, tmp_path, 5, generation=opened(store))
+    assert (opened(store, 1), opened(store, 2)) == (2, 3)
+    first, second, third = saved(store, tmp_path, 10, 20, 30, generation=2)
+    sweeper = Sweeper(store, time)
+    with pytest.raises(FencedError, match="generation 3 is there"):
+        sweeper.sweep(2, ONE, (), GRACE_SECONDS)
+    assert sweeper.sweep(2, ONE, (), GRACE_SECONDS, claimed_through=3).retired == (second, first)
+    assert (len(left(store, base)), len(left(store, first)), len(left(store, third))) == (5, 2, 5)
+    opened(store, 3)
+    saved(store, tmp_path, 40, generation=2)
+    with pytest.raises(FencedError, match="generation 4 is there"):
+        sweeper.sweep(2, ONE, (), GRACE_SECONDS, claimed_through=3)
+
+
+def test_what_an_unused_generation_chose_is_not_deleted_while_it_is_the_newest(tmp_path: Path, time: Time) -> None:
+    """An older generation's mark on it is void: it would be taken for damaged."""
+    store = MemoryStore()
+    opened(store)
+    first, second, _ = saved(store, tmp_path, 10, 20, 30)
+    record = fmt.BaseRecord(version=1, generation=2, checkpoint_generation=1, checkpoint_step=10)
+    opened(store, 1)
+    store.delete(fmt.base_key(2))
+    store.create(fmt.base_key(2), [fmt.dump(record)])
+    sweeper = Sweeper(store, time)
+    assert sweeper.sweep(1, ONE, (), GRACE_SECONDS, claimed_through=2).retired == (second,)
+    assert sweeper.sweep(1, ONE, (), GRACE_SECONDS, claimed_through=2).retired == ()
+    assert standings(store)[first.step] is Standing.COMMITTED

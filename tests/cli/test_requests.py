@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -481,3 +482,28 @@ def test_rollback_says_why_it_was_refused(asked_of: Callable[..., Result], monke
     result = asked_of(lambda *_: None)
     assert result.exit_code == 2
     assert "error: not rolled back: it has gone" in result.stderr
+
+
+def test_rollback_is_forgotten_by_a_supervisor_that_takes_the_gang_back(
+    asked_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the token of the one that was asked, and is another process."""
+    supervisor = StateFolder.supervisor
+
+    def another(state: StateFolder) -> SupervisorAddress | None:
+        found = supervisor(state)
+        return None if found is None else replace(found, start_ticks=1)
+
+    result = asked_of(lambda *_: monkeypatch.setattr(StateFolder, "supervisor", another))
+    assert result.exit_code == 2
+    assert "has ended before it went back" in result.stderr
+
+
+def test_rollback_says_that_another_request_has_taken_its_place(
+    asked_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter((None, 10, 10, 5))
+    monkeypatch.setattr(SupervisorClient, "status", lambda _: {"rollback": {"to": next(steps), "refusal": None}})
+    result = asked_of(lambda *_: None)
+    assert result.exit_code == 2
+    assert "error: the job 'small' was asked meanwhile to go back to step 5" in result.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import stat
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +20,10 @@ from orchestrator.errors import ConfigError
 from orchestrator.schedulers.slurm.commands import SlurmCommands
 from orchestrator.schedulers.slurm.records import parse_settings
 from orchestrator.storage.opening import job_url
-from orchestrator.supervisor.slurm_job import Allocation
+from orchestrator.supervisor import slurm_job
+from orchestrator.supervisor.slurm_job import Allocation, SlurmJob
 from orchestrator.supervisor.state_folder import StateFolder
+from orchestrator.telemetry import EventRecord
 from tests.cli.conftest import Command
 
 CONFIG = """AuthInfo                = (null)
@@ -203,6 +207,25 @@ PLACE = Allocation(
     settings=parse_settings(CONFIG),
     array_task="7_1",
 )
+
+
+def test_a_full_home_does_not_end_the_job_with_its_first_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = JobConfig(job="gpt", store=str(tmp_path), command=("true",), scheduler="slurm")
+    job = SlurmJob(settings, PLACE, job_url=str(tmp_path / "gpt"), commands=SlurmCommands(), take_over=False)
+    job.supervisor = SimpleNamespace(job=None)  # type: ignore[assignment]
+    monkeypatch.setattr(slurm_job, "save_on_notice_seconds", lambda _: 12.5)
+    committed = EventRecord(wall_seconds=0.0, monotonic_seconds=0.0, job="gpt", kind="committed", reason="")
+    job.state.make()
+    job._on_event(committed)
+    assert job.state.save_seconds() == 12.5
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    job._on_event(committed)
 
 
 def requeue(fruitless: int = 0) -> None:

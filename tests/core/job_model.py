@@ -543,6 +543,7 @@ class Model:
             meeting_address="10.0.0.1",
             meeting_port=1,
             rolled_forward=rolled,
+            after=action.own or 0,
         )
         self.post(agent, opened)
 

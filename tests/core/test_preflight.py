@@ -30,6 +30,12 @@ def test_where_all_nodes_go_the_largest_shard_has_to_get_to_the_store() -> None:
     assert save_on_notice_seconds(job_of(MEASURED)) == pytest.approx(seconds * (1 + MARGIN_SHARE) + MARGIN_SECONDS)
 
 
+def test_a_shard_counts_as_it_was_staged_not_as_its_slot_which_has_room_for_more() -> None:
+    seconds = 2.0 + 1.0 + 12.0 + 0.5
+    job = job_of(MEASURED).changed(shard_bytes=6 * GIB)
+    assert save_on_notice_seconds(job) == pytest.approx(seconds * (1 + MARGIN_SHARE) + MARGIN_SECONDS)
+
+
 @pytest.mark.parametrize("unknown", ["step_seconds", "stage_seconds", "store_bytes_per_second"])
 def test_nothing_is_said_before_it_was_measured(unknown: str) -> None:
     assert save_on_notice_seconds(job_of(replace(MEASURED, **{unknown: None}))) is None

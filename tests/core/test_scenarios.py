@@ -92,7 +92,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-RARE = ("holders", "rollback_to")
+RARE = ("holders", "rollback_to", "claimed_through")
 """Fields that are shown only where they say something."""
 
 
@@ -250,6 +250,8 @@ def make_event(kind: type, given: dict[str, Any], job: Job) -> Event:
             values[name] = resolve(given[name], given.get("node"), job)
         elif name == "generation":
             values[name] = gang.generation if gang else 1
+        elif name == "after":
+            values[name] = job.own or 0
         elif name == "pid":
             values[name] = 1000 + given["rank"]
         elif name == "notice_id":

@@ -312,16 +312,23 @@ def test_a_copy_beside_the_training_is_complete_before_the_next_step_is_publishe
     assert scene.agent.slot(0).step == 10
 
 
-@pytest.mark.parametrize("how", ["leaves", "final", "absent ranks", "a signal"])
+@pytest.mark.parametrize("how", ["leaves", "final", "a signal"])
 def test_where_somebody_waits_for_the_shard_nothing_overlaps(scene: Scene, how: str) -> None:
     if how == "a signal":
         scene.worker.note_signal(15)
     mode = Mode.LEAVE if how == "leaves" else Mode.STAY
-    absent = (0,) if how == "absent ranks" else ()
-    scene.agent.write_record(Record(ballot=1, decided_step=10, mode=mode, absent=absent))
+    scene.agent.write_record(Record(ballot=1, decided_step=10, mode=mode))
     overlapping(scene).at(10, final=how == "final")
     assert scene.agent.slot(0).state is SlotState.STAGED
     assert [order.may_overlap for order in scene.orders] == [False]
+
+
+def test_what_is_saved_without_some_ranks_overlaps_as_any_save_does(scene: Scene) -> None:
+    """A condemned node trains on for as long as the others do: nobody stands still at each of their saves."""
+    scene.agent.write_record(Record(ballot=1, decided_step=10, mode=Mode.STAY, absent=(0,)))
+    overlapping(scene).at(10)
+    assert scene.agent.slot(0).state is SlotState.WRITING
+    assert [order.may_overlap for order in scene.orders] == [True]
 
 
 def test_a_third_save_waits_while_one_slot_is_read_and_the_other_was_being_written(scene: Scene) -> None:
