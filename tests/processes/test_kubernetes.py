@@ -74,8 +74,9 @@ def taint(jobs: Jobs, pod: str) -> None:
 
 def evict_all(jobs: Jobs, pod: str) -> None:
     """Whoever drains nodes asks for all pods at once; the budget lets one go."""
+    others = jobs.pods().keys() - {pod}  # the replacement, which is there in a moment, is pending: no budget keeps it
     assert jobs.cluster.evict(jobs.namespace, pod)[0] == 201
-    for other in jobs.pods().keys() - {pod}:
+    for other in others:
         status, answer = jobs.cluster.evict(jobs.namespace, other)
         assert status == 429, answer
 
