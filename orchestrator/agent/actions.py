@@ -106,7 +106,6 @@ class StoreActions:
             rolled_forward=len(opened.rolled_forward),
             skipped=opened.skipped,
             rollback_to=action.rollback_to,
-            rollback_through=opened.rollback_through,
             after=action.own or 0,
         )
 

@@ -77,8 +77,6 @@ class Opened:
     base: CheckpointId | None
     rolled_forward: tuple[CheckpointId, ...]
     skipped: tuple[str, ...]
-    rollback_through: int | None = None
-    """As it was claimed."""
 
 
 def open_generation(
@@ -99,7 +97,7 @@ def open_generation(
         _target(store, rollback_to)
     claim = _claim_of(who, wall_seconds, rollback_to, highest)
     number = _claim_after(store, claim, highest) if own is None else _claim_next(store, claim, own)
-    while (opened := _open(store, claim, number, avoid)) is None:  # another attempt of this very process was faster
+    while (opened := _open(store, number, avoid)) is None:  # another attempt of this very process was faster
         number = _claim_next(store, claim, number)
     return opened
 
@@ -109,7 +107,7 @@ def _claim_of(who: Claimant, wall_seconds: float, rollback_to: int | None, highe
     return Claim(who=who, wall_seconds=wall_seconds, rollback_to=rollback_to, rollback_through=through)
 
 
-def _open(store: ObjectStore, claim: Claim, number: int, avoid: Collection[CheckpointId]) -> Opened | None:
+def _open(store: ObjectStore, number: int, avoid: Collection[CheckpointId]) -> Opened | None:
     """What follows a claim; None if the generation has a base already."""
     rolled = roll_forward(store)
     catalog = survey(store)
@@ -130,8 +128,7 @@ def _open(store: ObjectStore, claim: Claim, number: int, avoid: Collection[Check
         _create_base(store, number, base)
     except AlreadyExistsError:
         return None
-    through = claim.rollback_through
-    return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped, rollback_through=through)
+    return Opened(generation=number, base=base, rolled_forward=rolled, skipped=skipped)
 
 
 def _create_base(store: ObjectStore, generation: int, base: CheckpointId | None) -> None:

@@ -200,8 +200,7 @@ class GenerationOpened:
     rolled_forward: int
     skipped: tuple[str, ...] = ()
     rollback_to: int | None = None
-    """As it was asked for: no generation up to `rollback_through` counts beyond this step any more."""
-    rollback_through: int | None = None
+    """As it was asked for: no generation up to then counts beyond this step any more."""
     after: int | None = None
     """The highest own generation that was known when it was asked for, 0 for none; None: not said."""
 

@@ -71,11 +71,8 @@ def has_to_wait(turn: Turn) -> bool:
 
 
 def is_answered(job: Job, event: GenerationOpened) -> bool:
-    """Whether a generation was claimed with the step that is wanted now, if one is, and not for an earlier request."""
-    if job.rollback_to is None:
-        return True
-    reaches = job.gang is None or event.rollback_through is None or event.rollback_through >= job.gang.generation
-    return event.rollback_to == job.rollback_to and reaches
+    """Whether a generation was claimed with the step that is wanted now, if one is."""
+    return job.rollback_to in (None, event.rollback_to)
 
 
 def on_opened(turn: Turn, event: GenerationOpened) -> None:

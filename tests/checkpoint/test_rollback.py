@@ -232,7 +232,8 @@ def test_a_rollback_after_a_late_claim_bounds_what_came_before_it(store: ObjectS
     saved(store, tmp_path, (2, 30))
     start(store, own=1, rollback_to=10)
     again = start(store, own=2, rollback_to=10)  # 3 is passed over: it bounds too little
-    assert (again.generation, again.base, again.rollback_through) == (4, checkpoint_id(1, 10), 2)
+    assert (again.generation, again.base) == (4, checkpoint_id(1, 10))
+    assert read_generations(store)[4].rollback_through == 2
 
 
 @pytest.mark.parametrize("call", range(1, 40))

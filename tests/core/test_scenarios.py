@@ -88,7 +88,6 @@ DEFAULTS: dict[str, Any] = {
     "good_step": None,
     "problem": None,
     "rollback_to": None,
-    "rollback_through": None,
 }
 
 
