@@ -98,7 +98,7 @@ class Disaster:
         self.cluster.start_run("run-1", "owner")
         for _ in range(self.random.randint(0, 8)):
             self.loop.call_later(self.random.uniform(0.3, FAULTS_UNTIL_SECONDS), self._fault)
-        if self.random.random() < 0.15:
+        if self.random.random() < 0.25:
             self.loop.call_later(3.0, self._rollback)
         self.loop.call_later(FAULTS_UNTIL_SECONDS, self._calm)
         while not all(run.finish is not None for run in self.cluster.runs):

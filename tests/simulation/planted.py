@@ -161,6 +161,7 @@ def the_base_is_retired_like_any_other(patch: pytest.MonkeyPatch) -> None:
     """Retention goes by age alone: what the present generation started from may be old."""
     real = retention.choose
     patch.setattr(sweeping, "choose", lambda entries, keep, base: real(entries, keep, None))
+    patch.setattr(sweeping, "_bases", lambda *_: set())
 
 
 PLANTED: tuple[Plant, ...] = (
