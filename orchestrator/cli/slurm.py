@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -109,10 +110,7 @@ def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_ove
         sys.stdout.write(script)
         talk.say("nothing was submitted")
         return 0
-    state.make()
-    job_id = commands.submit(script)
-    if not job_id:
-        raise SchedulerError("sbatch has submitted nothing")  # as with --test-only
+    job_id = _submit_script(script, state, commands)
     state.note_slurm_job(job_id)
     own = any(_name(option) in ("--output", "-o") for option in settings.sbatch)
     where = "where --output says" if own else f"to {str(log).replace('%j', job_id)}"
@@ -121,6 +119,21 @@ def _submit(settings: JobConfig, asked: Asked, commands: SlurmCommands, take_ove
         f"`orchestrator status {settings.job}` shows it once it runs"
     )
     return 0
+
+
+def _submit_script(script: str, state: StateFolder, commands: SlurmCommands) -> str:
+    """Slurm's id of the job. Its output may come at once: the folder is there first, and goes if nothing came of it."""
+    is_new = not state.path.exists()
+    state.make()
+    try:
+        job_id = commands.submit(script)
+        if not job_id:
+            raise SchedulerError("sbatch has submitted nothing")  # as with --test-only
+    except SchedulerError:
+        if is_new:
+            shutil.rmtree(state.path, ignore_errors=True)
+        raise
+    return job_id
 
 
 def inner_command(settings: JobConfig, asked: Asked, *, take_over: bool) -> tuple[str, ...]:

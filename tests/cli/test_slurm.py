@@ -22,7 +22,7 @@ from orchestrator.schedulers.slurm.records import parse_settings
 from orchestrator.storage.opening import job_url
 from orchestrator.supervisor import slurm_job
 from orchestrator.supervisor.slurm_job import Allocation, SlurmJob
-from orchestrator.supervisor.state_folder import StateFolder
+from orchestrator.supervisor.state_folder import StateFolder, known_jobs
 from orchestrator.telemetry import EventRecord
 from tests.cli.conftest import Command
 
@@ -143,6 +143,7 @@ def test_a_submission_that_slurm_refuses(command: Command, slurm: Path) -> None:
     result = command(*WORDS, "--store", "jobs", "--", "true")
     assert result.exit_code == 1
     assert "sbatch --parsable: sbatch: error: invalid partition specified: gpu" in result.stderr
+    assert not known_jobs()
 
 
 def test_a_cluster_that_cannot_be_asked_is_no_reason_not_to_submit(command: Command, slurm: Path) -> None:
