@@ -53,9 +53,12 @@ def _left_running(state: StateFolder) -> str | None:
     if not alive:
         return None
     pids = ", ".join(str(node.pid) for node in alive)
+    then = "takes what runs back"
+    if not state.address_path.exists():  # a rollback took it away
+        then = "ends it, and goes on from what was gone back to"
     return (
         f"the supervisor of the job {state.job!r} has died, and {counted(len(alive), 'node')} of it (process {pids}) "
-        "may still train: the same `orchestrator run` takes what runs back; `orchestrator cancel` ends it after that"
+        f"may still train: the same `orchestrator run` {then}; `orchestrator cancel` ends it after that"
     )
 
 
@@ -77,7 +80,8 @@ def _how_it_ended(state: StateFolder) -> Absence:
     if end is None:
         words = f"the job {state.job!r} does not run, and nobody wrote down how it ended; {where}"
         return Absence(words=f"{words}: `orchestrator run` goes on", newest_committed=newest_id)
-    how = end.reason if end.reason.startswith(end.outcome) else f"{end.outcome}: {end.reason}"
+    told = end.reason.startswith((end.outcome, "rolled back"))
+    how = end.reason if told else f"{end.outcome}: {end.reason}"
     return Absence(
         words=f"the job {state.job!r} has ended: {how}; {where}",
         outcome=str(end.outcome),

@@ -43,8 +43,9 @@ def rollback(
 ) -> None:
     """Go on from the checkpoint of STEP. What was trained after it is left behind, and is never resumed from again.
 
-    A running job does so at once, without a save. One that has ended does so when it is started again. Returns when the
-    request is accepted; a supervisor that dies before it has claimed the next generation forgets it.
+    A running job does so at once, without a save. One that has ended, was cancelled or is done goes on from there when
+    it is started again. Returns when the request is accepted: `status` says if it cannot be; a supervisor that dies
+    before it has claimed the next generation forgets it.
     """
     from orchestrator.checkpoint.catalog import survey
     from orchestrator.checkpoint.rollback import left_behind, rollback_target
@@ -55,9 +56,12 @@ def rollback(
         if store is not None or take_over:
             raise ConfigError("--store and --take-over are for jobs that no TrainingJob stands for: its spec says both")
         if wait:
-            raise ConfigError("--wait: the events of a TrainingJob say when it has gone back")
+            how = f"`kubectl -n {found.namespace} describe tj {job}` shows RolledBack or NotRolledBack"
+            raise ConfigError(f"--wait is not for a TrainingJob: {how}")
         found.request("rollback", step=step)
-        say(f"accepted: the job {job!r} ends its generation and goes on from step {step}; its events say if it cannot")
+        say(
+            f"accepted: the job {job!r} goes back to step {step}, now or with its next run; its events say if it cannot"
+        )
         return
     state = _state_of(job, store)
     objects = open_job(state.job_url, None)
@@ -116,8 +120,8 @@ def _await_claim(
             raise RollbackError(f"the job {job!r} was asked meanwhile to go back to step {answer['to']}")
         was_wanted = was_wanted or is_wanted
     raise SupervisorError(
-        f"the job {job!r} has not gone back within {timeout_seconds:g} s; `orchestrator status {job}` shows what it "
-        "waits for"
+        f"the job {job!r} has not gone back within {timeout_seconds:g} s; the request stands, and "
+        f"`orchestrator status {job}` shows what it waits for"
     )
 
 

@@ -158,6 +158,8 @@ def _summary(now: dict[str, Any]) -> list[tuple[str, object]]:
         *(
             (("rollback", f"to step {now['rollback']['to']}, as soon as the next generation can be opened"),)
             if now["rollback"]["to"] is not None
+            else (("not rolled back", now["rollback"]["refusal"]),)
+            if now["rollback"]["refusal"]
             else ()
         ),
         ("done in", duration_text(now["eta_seconds"])),
@@ -193,7 +195,8 @@ def _nodes(now: dict[str, Any]) -> RenderableType:
 
 def _leaving(node: dict[str, Any]) -> str:
     if not node["going"]:
-        return f"here, but not for another generation: {'; '.join(node['condemned'])}" if node["condemned"] else "here"
+        here = "here; it may go, as a hint says" if node["hinted"] else "here"
+        return f"{here}, but not for another generation: {'; '.join(node['condemned'])}" if node["condemned"] else here
     left = node["seconds_left"]
     return "will go" if left is None else f"will go in {duration_text(max(0.0, left))}"
 

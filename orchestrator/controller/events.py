@@ -17,6 +17,8 @@ SHOWN = {
     "notice received": "Normal",
     "node lost": "Warning",
     "node unfit": "Warning",
+    "host trouble": "Warning",
+    "loss trouble": "Warning",
     "gang broken": "Warning",
     "commit overdue": "Warning",
     "remapped": "Normal",

@@ -59,12 +59,15 @@ def _set_notices(turn: Turn, name: str, notices: tuple[StandingNotice, ...]) -> 
 
 def _cancel_notice(turn: Turn, event: NoticeReceived, node: Node) -> None:
     rest = tuple(notice for notice in node.notices if notice.notice_id != event.notice_id)
+    what = "notice"
     if event.notice_id in node.hints:
+        what = "hint"
         turn.set_node(event.node, hints=tuple(hint for hint in node.hints if hint != event.notice_id))
     elif len(rest) == len(node.notices):
         return
     _set_notices(turn, event.node, rest)
-    turn.note("notice withdrawn", f"{event.source} withdrew it", node=event.node)
+    then = "a notice stands: the node will go" if rest else "the node stays"
+    turn.note("notice withdrawn", f"{event.source} withdrew a {what}; {then}", node=event.node)
     _node_stays(turn)
 
 

@@ -61,6 +61,7 @@ def _go_back(turn: Turn, step: int, by: str) -> None:
     avoid = tuple(checkpoint for checkpoint in job.avoid if checkpoint.step != step)
     turn.set(rollback_to=step, avoid=avoid, attempts=(), barren=0, retry_at_seconds=turn.now)
     breaking.break_gang(turn, f"rolled back to step {step} by {by}")
+    turn.set(trouble=job.trouble)  # a save that was given up for this has not failed
 
 
 def has_to_wait(turn: Turn) -> bool:

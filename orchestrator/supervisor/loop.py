@@ -239,6 +239,7 @@ def _node(job: Job, node: Node, now_seconds: float, pid: int | None) -> dict[str
         "node": node.name,
         "agent_pid": pid,
         "going": node.going,
+        "hinted": bool(node.hints),
         "blind": list(node.blind),
         "condemned": list(node.condemned.values()),
         "url": node.objects_url,

@@ -387,6 +387,7 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
     }
     for node in now["nodes"]:
         node["condemned"] = ["device GPU-aa is lost"] if node["node"] == "node-3" else []
+        node["hinted"] = node["node"] == "node-0"
     output().print(status_table(now))
     text = capsys.readouterr().out
     for expected in (
@@ -394,6 +395,7 @@ def test_a_table_of_a_job_in_trouble(capsys: pytest.CaptureFixture[str]) -> None
         "2 h 01 min",
         "g00000003-s0000000040, 5.0 s ago",
         "will go in 12.2 s",
+        "here; it may go, as a hint says",
         "1 to 2",
         "here, but not for another generation: device GPU-aa is lost",
         "g00000003-s0000000050, for 2.0 s: 4 of 4 ranks staged, 1 durable",

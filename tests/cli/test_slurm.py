@@ -111,10 +111,10 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(command: Command, slurm
         (("--sbatch=--gpus-per-task=1",), "--gpus-per-task cannot be given"),
         (("--sbatch=gpu",), "'gpu' is no option; write it with its value, as --partition=gpu"),
         (
-            ("--sbatch=--time=1:30",),
-            "the time limit of 90 s leaves no time to train: the job saves and leaves 90 s before",
+            ("--sbatch=--time=1",),
+            "60 s until the time limit leave no time to train: the job saves and leaves 90 s before it",
         ),
-        (("--sbatch=-t 2", "--grace-seconds=60"), "the time limit of 120 s leaves no time"),
+        (("--sbatch=-t 2", "--grace-seconds=60"), "120 s until the time limit leave no time"),
         (("--srun=",), "is no option"),
         (("--sbatch=--a\n#SBATCH --b",), "is no option"),
     ],
@@ -299,7 +299,7 @@ def test_an_allocation_that_is_too_short_is_not_begun(slurm: Path, record: str, 
         _check_limit(settings, PLACE, SlurmCommands())
         was_refused = False
     except ConfigError as error:
-        was_refused = "leaves no time to train: the job saves and leaves 90 s before" in str(error)
+        was_refused = "leave no time to train: the job saves and leaves 90 s before" in str(error)
     assert was_refused is refused
 
 

@@ -391,6 +391,7 @@ def _fork(job: Job, folder: Path, rank: int) -> tuple[int, int]:
             world_size=3,
             timeout=timedelta(seconds=GROUP_SECONDS),
         )
+        dist.barrier()  # a rank that has nothing to do would be gone before the others have met
         tell(job(rank, folder))
 
     pid = fork(act)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -56,25 +57,25 @@ def limit_notice_seconds(grace_seconds: float) -> float:
     return LIMIT_SLACK_SECONDS + grace_seconds
 
 
-def too_short(limit_seconds: float | None, grace_seconds: float) -> str | None:
-    """Why a time limit leaves nothing to train in; None if it does, or there is none."""
+def too_short(seconds: float | None, grace_seconds: float) -> str | None:
+    """Why what there is until the time limit leaves nothing to train in; None if it does, or there is no limit."""
     notice_seconds = limit_notice_seconds(grace_seconds)
-    if limit_seconds is None or limit_seconds > notice_seconds:
+    if seconds is None or seconds > notice_seconds:
         return None
     return (
-        f"the time limit of {limit_seconds:.0f} s leaves no time to train: the job saves and leaves "
-        f"{notice_seconds:.0f} s before it (60 s, and grace_seconds); ask for more"
+        f"{seconds:.0f} s until the time limit leave no time to train: the job saves and leaves {notice_seconds:.0f} s "
+        "before it (60 s, and grace_seconds); a longer --time or a smaller grace_seconds does"
     )
 
 
 def asked_limit_seconds(options: Sequence[str]) -> float | None:
-    """The time limit that sbatch's options name, the last one of them; None if none does, or it cannot be read."""
-    found = None
-    for option in options:
-        asked = re.fullmatch(r"(?:--time[= ]\s*|-t\s*)(\S+)", option.strip())
-        if asked is not None:
-            found = parse_limit(asked[1])
-    return found
+    """The time limit that sbatch's options name, the last one of them, in whole minutes as Slurm counts it.
+
+    None if none does, it is 0 (no limit), or it cannot be read.
+    """
+    asked = re.findall(r"(?:^|\s)(?:--time[= ]\s*|-t\s*)([^\s-]\S*)", "\n".join(options))
+    seconds = parse_limit(asked[-1]) if asked else None
+    return 60.0 * math.ceil(seconds / 60) if seconds else None
 
 
 def inspect(
