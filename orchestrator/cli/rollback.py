@@ -117,7 +117,8 @@ def _await_claim(
             raise RollbackError(f"the job {job!r} has ended before it went back; give the same command again")
         is_wanted = answer is not None and answer["to"] == step
         if was_wanted and answer is not None and not is_wanted:
-            raise RollbackError(f"the job {job!r} was asked meanwhile to go back to step {answer['to']}")
+            other = "another step" if answer["to"] is None else f"step {answer['to']}"
+            raise RollbackError(f"the job {job!r} was asked meanwhile to go back to {other}")
         was_wanted = was_wanted or is_wanted
     raise SupervisorError(
         f"the job {job!r} has not gone back within {timeout_seconds:g} s; the request stands, and "

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -131,7 +130,7 @@ def _submit_script(script: str, state: StateFolder, commands: SlurmCommands) -> 
             raise SchedulerError("sbatch has submitted nothing")  # as with --test-only
     except SchedulerError:
         if is_new:
-            shutil.rmtree(state.path, ignore_errors=True)
+            state.forget()
         raise
     return job_id
 

@@ -44,7 +44,7 @@ from orchestrator.core.wording import all_of, counted
 from orchestrator.errors import ExitCode
 
 FIRST_OPEN_RETRIES_MAX = 4  # at the very start of a job; later a failing store is asked for ever
-UNFIT_PAUSE_SECONDS_FIRST, UNFIT_PAUSE_SECONDS_MAX = 5.0, 300.0  # before another node, after several unfit in a row
+UNFIT_PAUSE_SECONDS_FIRST, UNFIT_PAUSE_SECONDS_MAX = 5.0, 60.0  # before another node, after several unfit in a row
 OPEN_PAUSE_SECONDS_MAX = 60.0  # between two attempts to open a generation while the store fails
 
 

@@ -73,6 +73,12 @@ class StateFolder:
             raise self._unwritable(error) from error
         _write_private(self.path / "job.json", json.dumps({"job": self.job, "url": self.job_url}))
 
+    def forget(self) -> None:
+        """Nothing came of the job: it is not known any more. What others have put there stays."""
+        with contextlib.suppress(OSError):
+            (self.path / "job.json").unlink()
+            self.path.rmdir()
+
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
             f"the state folder {self.path} cannot be written: {error.strerror}; XDG_STATE_HOME names another place"
@@ -126,10 +132,8 @@ class StateFolder:
 
     def save_seconds(self) -> float | None:
         """See `note_save`; None where nothing was measured."""
-        try:
-            return float(json.loads((self.path / "save.json").read_text())["seconds"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        seconds = self._noted("save.json", "seconds")
+        return float(seconds) if isinstance(seconds, int | float) else None
 
     def note_cluster_job(self, namespace: str) -> None:
         """The job is a TrainingJob in that namespace of a Kubernetes cluster: for the verbs."""
@@ -137,15 +141,18 @@ class StateFolder:
 
     def cluster_job(self) -> str | None:
         """See `note_cluster_job`."""
-        try:
-            return str(json.loads((self.path / "kubernetes.json").read_text())["namespace"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        namespace = self._noted("kubernetes.json", "namespace")
+        return None if namespace is None else str(namespace)
 
     def slurm_job(self) -> str | None:
         """See `note_slurm_job`."""
+        job_id = self._noted("slurm.json", "job_id")
+        return None if job_id is None else str(job_id)
+
+    def _noted(self, name: str, field_name: str) -> object:
+        """What stands in one of these files; None where nothing was noted, or it cannot be read."""
         try:
-            return str(json.loads((self.path / "slurm.json").read_text())["job_id"])
+            return json.loads((self.path / name).read_text())[field_name]
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
